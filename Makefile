@@ -11,7 +11,7 @@ AUDITED := cpu gpu-vllm mcore-latest vllm adapters skyrl real kernels te
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: train-real train-math evidence evidence-math precision bench-jobs bench-jobs-real bench-scale docs venv-gpu test-environments lock-gpu test-te test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels test-real test-all audit soak
+.PHONY: train-real train-math evidence evidence-math evidence-real-mismatch precision bench-jobs bench-jobs-real bench-scale docs venv-gpu test-environments lock-gpu test-te test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels test-real test-all audit soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -178,6 +178,10 @@ evidence-math: venv ## the same question on arithmetic in words, with the traine
 
 precision: venv ## mismatch by the dtypes of trainer and engine, some minutes: docs/precision.md
 	$(BIN)/python -m benchmarks.precision
+
+evidence-real-mismatch: venv runs/real_model/model .venv-vllm/ready ## mismatch of SmolLM2-135M by engine and precision, 20 minutes, goes on: docs/precision.md
+	.venv-vllm/bin/python -m benchmarks.real_mismatch
+	$(BIN)/python -m benchmarks.real_mismatch --summary
 
 bench-jobs-real: venv runs/real_model/model .venv-vllm/ready ## whole jobs on SmolLM2-135M against TRL, with both engines: about 15 minutes
 	$(BIN)/python -m benchmarks.real_jobs

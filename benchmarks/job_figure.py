@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from benchmarks.peer_environment import ROOT
@@ -94,7 +95,11 @@ def describe(jobs: dict[str, Any], growth: dict[str, Any], made: str) -> str:
     """The figure, how fast a step is in units of TRL's, and what takes the longest."""
     lines = [
         f"![Left: time of a step by phase, in units of TRL's. Right: cost per sample on the driver, and a rank's part of the batch]({IMAGE})\n",
-        f"Measured {made} on {jobs['cores']} cores; *speed* is TRL's time divided by ours, medians of whole steps.\n",
+        fill(
+            f"Measured {made} on {jobs['cores']} cores; *speed* is TRL's time divided by ours, medians of whole steps.",
+            100,
+        )
+        + "\n",
         "| model | samples x response | synchronous | longest phase | rank per core | longest phase | asynchronous | longest phase |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -112,9 +117,13 @@ def describe(jobs: dict[str, Any], growth: dict[str, Any], made: str) -> str:
     few, many = driver[0], driver[-1]
     over = [row for row in growth["driver"] if row["axis"] == "ranks"]
     lines.append(
-        f"\nPreparing a batch takes {few['preparing'] / few['samples'] * 1e6:.0f} microseconds per sample at {few['samples']:,} samples and "
-        f"{many['preparing'] / many['samples'] * 1e6:.1f} at {many['samples']:,}. Of {over[0]['samples']:,} samples one of {over[-1]['ranks']} "
-        f"ranks gets {over[-1]['rank_bytes'] / over[0]['rank_bytes']:.1%} of the bytes that a single rank gets."
+        "\n"
+        + fill(
+            f"Preparing a batch takes {few['preparing'] / few['samples'] * 1e6:.0f} microseconds per sample at {few['samples']:,} samples and "
+            f"{many['preparing'] / many['samples'] * 1e6:.1f} at {many['samples']:,}. Of {over[0]['samples']:,} samples one of {over[-1]['ranks']} "
+            f"ranks gets {over[-1]['rank_bytes'] / over[0]['rank_bytes']:.1%} of the bytes that a single rank gets.",
+            100,
+        )
     )
     return "\n".join(lines)
 

@@ -74,6 +74,10 @@ SAMPLE_SECONDS = 10.0
 LINGER_SECONDS = 90.0
 #: From a start to its first step, on a busy machine.
 START_SECONDS = 600.0
+#: A process has a trend of its memory once it has been watched for so long after `SETTLE_SECONDS`.
+TREND_SECONDS = 600.0
+#: In which buffers and caches fill.
+SETTLE_SECONDS = 120.0
 MEGABYTE = 1 << 20
 
 
@@ -112,13 +116,19 @@ def name_of(process: psutil.Process) -> str:
 
 
 def members(job: psutil.Process) -> dict[str, list[psutil.Process]]:
-    """The job's processes by role; `job` waits for the driver, its only child."""
-    found: dict[str, list[psutil.Process]] = {role: [] for role in ROLES}
+    """The job's processes by role; `job` waits for the driver, its only child.
+
+    Without a driver it reads the whole run to write the report: that is another role.
+    """
+    roles = ("command", "command that writes the report", "driver", *ROLES)
+    found: dict[str, list[psutil.Process]] = {role: [] for role in roles}
     try:
-        found |= {"command": [job], "driver": job.children()}
+        drivers = [p for p in job.children() if p.status() != psutil.STATUS_ZOMBIE]
+        found["command" if drivers else "command that writes the report"] = [job]
+        found["driver"] = drivers
         family = job.children(recursive=True)
     except psutil.Error:
-        return {"command": [], "driver": [], **found}
+        return found
     for process in family:
         try:
             name = name_of(process)
@@ -334,27 +344,27 @@ def prompt_account(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def memory_growth(samples: list[tuple[float, int, float]]) -> dict[str, float]:
-    """MB at the start and at the most, and MB per hour within the life of a process (least squares, longest lives).
+def memory_growth(samples: list[tuple[float, int, float]]) -> dict[str, float | None]:
+    """MB at the start and at the most, and MB per hour within the life of a process.
 
-    The first two minutes of a process are left out: buffers and caches fill.
+    The trend is that of least squares, averaged over lives by their length; None if no process
+    lived long enough: what grows in the minutes between two restarts is start-up.
     """
     lives: dict[int, list[tuple[float, float]]] = {}
     for seconds, pid, megabytes in samples:
         lives.setdefault(pid, []).append((seconds, megabytes))
     slopes, weights = [], []
     for life in lives.values():
-        settled = [(s, m) for s, m in life if s > life[0][0] + 120]
-        if len(settled) > 5:
+        settled = [(s, m) for s, m in life if s > life[0][0] + SETTLE_SECONDS]
+        if settled and settled[-1][0] - settled[0][0] >= TREND_SECONDS:
             slope = statistics.linear_regression(*zip(*settled, strict=True)).slope
             slopes.append(slope * 3600)
             weights.append(settled[-1][0] - settled[0][0])
-    total = sum(weights)
-    per_hour = sum(s * w for s, w in zip(slopes, weights, strict=True)) / total if total else 0.0
+    weighted = sum(s * w for s, w in zip(slopes, weights, strict=True))
     return {
         "first": samples[0][2],
         "most": max(megabytes for _, _, megabytes in samples),
-        "per_hour": per_hour,
+        "per_hour": weighted / sum(weights) if weights else None,
     }
 
 
@@ -382,9 +392,9 @@ def summary(watch: Watch, elapsed: float, run_dir: Path) -> str:
     ]
     for role, samples in watch.memory.items():
         growth = memory_growth(samples)
+        trend = "" if growth["per_hour"] is None else f", {growth['per_hour']:+.0f} MB per hour"
         lines.append(
-            f"| memory of {role} | {growth['first']:.0f} MB at first, {growth['most']:.0f} MB at most, "
-            f"{growth['per_hour']:+.0f} MB per hour |"
+            f"| memory of {role} | {growth['first']:.0f} MB at first, {growth['most']:.0f} MB at most{trend} |"
         )
     return "\n".join(lines)
 

@@ -62,9 +62,7 @@ Your own hooks, losses and code may record any other name; the report draws each
 own.
 """
 
-#: base, correction, cur differs from train
-#: Not a correction by path.
-CENTERING = "--score-centering-topk 4"
+#: base; correction, or a flag; cur differs from train
 BIAS_CASES: tuple[tuple[str, str | None, bool], ...] = (
     ("ppo", None, True),
     ("ppo", None, False),
@@ -77,7 +75,13 @@ BIAS_CASES: tuple[tuple[str, str | None, bool], ...] = (
     ("cispo", "vanilla_tis_function", True),
     ("icepop", None, True),
     ("dppo_tv", None, True),
-    ("reinforce", CENTERING, True),
+    ("ipo_tv", None, True),
+    ("gmpo", "vanilla_tis_function", True),
+    ("clip_cov", "vanilla_tis_function", True),
+    ("kl_cov", "vanilla_tis_function", False),
+    ("kl_cov", "vanilla_tis_function", True),
+    ("reinforce", "--positive-nll-coef 0.1", True),
+    ("reinforce", "--score-centering-topk 4", True),
 )
 
 
@@ -274,7 +278,7 @@ def bias_table() -> str:
         "|---|---|---|---|",
     ]
     for base, hook, several in BIAS_CASES:
-        flags = {"score_centering_topk": 4} if hook == CENTERING else correction(hook)
+        flags = _with_flag(hook) if hook and hook.startswith("--") else correction(hook)
         if hook == "off_policy_is_function" and base != "reinforce":
             flags["allow_biased_correction"] = True
         gradient = expected_gradient(
@@ -285,6 +289,12 @@ def bias_table() -> str:
         times = "later ones" if several else "the first"
         lines.append(f"| `{base}` | {f'`{hook}`' if hook else 'none'} | {times} | {shown} |")
     return "\n".join(lines)
+
+
+def _with_flag(option: str) -> dict[str, Any]:
+    """`--some-flag 4` as a setting."""
+    name, value = option.removeprefix("--").split()
+    return {name.replace("-", "_"): float(value) if "." in value else int(value)}
 
 
 def detector_table() -> str:

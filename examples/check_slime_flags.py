@@ -20,8 +20,9 @@ from plugin.config.other_frameworks import SLIME_LOSS_FLAGS, loss_config_of, sli
 from plugin.errors import ConfigError, MegatronTisError
 from plugin.loss import policy_loss_function
 
-#: Flags of slime and Megatron that resemble one of the loss without having to do with it.
+#: Flags of slime, miles and Megatron that resemble one of the loss without having to do with it.
 LOOK_ALIKES = {
+    *("--loss-mask-type", "--lora-type"),
     *("--rollout-stop", "--use-rollout-indexer-replay"),
     *("--custom-generate-function-path", "--custom-rollout-log-function-path"),
 }
@@ -49,6 +50,15 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
         if near and given not in LOOK_ALIKES:
             raise ConfigError(f"{given} is not a flag of the loss; did you mean {near[0]}?")
     return argparse.Namespace(**{name: _typed(value) for name, value in vars(known).items()})
+
+
+def refuse_what_slime_refuses(args: argparse.Namespace) -> None:
+    """slime and vime check this before a job starts, so their batches never reach our loss."""
+    if args.use_score_centering and args.loss_type not in (None, "policy_loss"):
+        raise ConfigError(
+            f"--use-score-centering with --loss-type {args.loss_type}: slime and vime center their "
+            "own loss only; drop --loss-type, or train with megatron-tis and --score-centering-topk"
+        )
 
 
 def _typed(value: object) -> object:
@@ -84,6 +94,7 @@ def one_call(args: argparse.Namespace) -> dict[str, float]:
 def main(argv: list[str]) -> int:
     try:
         args = read_flags(argv)
+        refuse_what_slime_refuses(args)
         config = loss_config_of(args)
         metrics = one_call(args)
     except MegatronTisError as error:

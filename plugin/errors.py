@@ -51,8 +51,16 @@ class SenderLost(ActorLost):
     """Data did not arrive because the process that sent it is gone."""
 
 
+class BatchLost(SenderLost):
+    """Samples, or what was computed of them, were on a node that is gone."""
+
+
 class TransferError(MegatronTisError):
     """Weights on their way were cut off by a lost or hung process; they can be sent again."""
+
+
+class DeltaError(TransferError):
+    """A delta did not lead to the trainer's weights; a full version does."""
 
 
 class TrainingError(MegatronTisError):

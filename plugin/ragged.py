@@ -113,6 +113,18 @@ class Ragged(Sequence[Tensor]):
         total = np.append(0, np.cumsum(as_integers(self.values)))
         return total[self.starts + self.lengths] - total[self.starts]
 
+    def reduced(self, function: np.ufunc, empty: int) -> Integers:
+        """[N] int64: `function` over each tensor's integers or booleans; `empty` where it has none.
+
+        In one pass, without an index of every value.
+        """
+        found = np.full(len(self), empty, np.int64)
+        some = np.flatnonzero(self.lengths)
+        if len(some):
+            values = self.values.numpy(force=True)
+            found[some] = function.reduceat(values, self.starts[some], dtype=np.int64)
+        return found
+
     def like(self, values: Tensor) -> Ragged:
         """Other values of the same lengths."""
         return Ragged(values, self.lengths)

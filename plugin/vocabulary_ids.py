@@ -287,7 +287,7 @@ def _check_pair(
 def _not_kept(ids: Tensor, rows: Ragged | None) -> Tensor:
     """[T] bool: tokens with kept ids and an id [T, k] that is none of them."""
     wrong = torch.zeros(len(ids), dtype=torch.bool)
-    if rows is None:
+    if rows is None or not len(ids):
         return wrong
     base = int(max(ids.max(), rows.values.max() if len(rows.values) else 0)) + 1
     token = np.arange(len(ids))[:, None]

@@ -59,7 +59,7 @@ SETTINGS = (
 #: (a test compares them), and its runs are theirs. On the engine's own policy all arms have it.
 EQUAL_TO_PPO = ("reinforce", "cispo", "gspo", "sapo", "ppo + opsm")
 #: Losses that are newer than the data; take one out to have it run.
-NOT_RUN = ("gmpo", "ipo_tv")
+NOT_RUN = ("gmpo", "ipo_tv", "clip_cov", "kl_cov")
 #: At least one arm of every kind: what the settings beyond staleness are measured with first.
 CORE = (
     Arm("ppo"),

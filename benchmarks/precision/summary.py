@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from benchmarks.precision.pairs import DTYPES
@@ -27,9 +28,13 @@ def table(data: dict[str, Any]) -> str:
     tokens, surprise = rows[0]["tokens"], rows[0]["surprise"]
     sequences = tokens / data["response_length"]
     lines = [
-        f"{sequences:.0f} sequences of {data['response_length']} sampled tokens per pair; mean "
-        f"surprise of a sampled token {surprise:.2f} nats, after the LM head was multiplied by {data['head']:.1f}; mismatch KL is "
-        "k3 ± its standard error over sequences.\n",
+        fill(
+            f"{sequences:.0f} sequences of {data['response_length']} sampled tokens per pair; mean "
+            f"surprise of a sampled token {surprise:.2f} nats, after the LM head was multiplied by "
+            f"{data['head']:.1f}; mismatch KL is k3 ± its standard error over sequences.",
+            100,
+        )
+        + "\n",
         f"| trainer | engine | mismatch KL | {' | '.join(_COLUMNS.values())} |",
         "|---" * (3 + len(_COLUMNS)) + "|",
     ]
@@ -41,8 +46,12 @@ def table(data: dict[str, Any]) -> str:
     bf16, fp16 = (by_pair[name, name] for name in ("bfloat16", "float16"))
     lines += [
         "",
-        f"bfloat16/bfloat16 against float16/float16: {bf16['k3'] / fp16['k3']:.0f} times the mismatch KL, "
-        f"{bf16['abs_log_ratio'] / fp16['abs_log_ratio']:.1f} times the mean absolute log-ratio.",
+        fill(
+            f"bfloat16/bfloat16 against float16/float16: {bf16['k3'] / fp16['k3']:.0f} times the "
+            f"mismatch KL, {bf16['abs_log_ratio'] / fp16['abs_log_ratio']:.1f} times the mean "
+            "absolute log-ratio.",
+            100,
+        ),
     ]
     return "\n".join(lines)
 

@@ -37,7 +37,10 @@ def register(name: str, config: LossConfig) -> PolicyLoss:
 def policy_loss(config: LossConfig) -> PolicyLoss:
     """Build a SkyRL policy loss: [B, R] tensors in, a sum over the loss mask out."""
     penalties = {
-        "--kl-tau": config.kl_tau if config.policy_loss in ("dppo", "ipo_kl") else 0,
+        "--kl-tau": config.kl_tau if config.policy_loss in ("dppo", "ipo_kl", "ipo_tv") else 0,
+        "--dro-beta": config.dro_beta if config.policy_loss == "dro" else 0,
+        "--kl-cov-coef": config.kl_cov_coef if config.policy_loss == "kl_cov" else 0,
+        "--positive-nll-coef": config.positive_nll_coef,
         "--teacher-tau": config.teacher_tau,
         "--rollout-kl-loss-coef": config.rollout_kl_loss_coef,
         "--kl-loss-coef": config.kl_loss_coef,
@@ -49,6 +52,11 @@ def policy_loss(config: LossConfig) -> PolicyLoss:
             f"{', '.join(active)}: SkyRL puts the denominator into the advantages, so a term "
             "without advantage would be a sum over tokens; set it to 0 and use SkyRL's own KL and "
             "entropy terms"
+        )
+    if config.policy_loss == "clip_cov":
+        raise ConfigError(
+            "--policy-loss clip_cov: SkyRL puts the denominator into the advantages, so their "
+            "covariances would be too small for the band; use SkyRL's own clip_cov"
         )
     # `config` is also the name of an argument that SkyRL passes.
     loss_config = config

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from plugin.batch_types import FIELDS, PER_RESPONSE_TOKEN, RolloutBatch
 from plugin.environments.trajectory import Rollouts
-from plugin.errors import SenderLost
+from plugin.errors import BatchLost
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.megatron_backend.step.loss_scaling import loss_token_counts
 from plugin.ragged import Integers, Ragged, Stored
@@ -183,6 +183,11 @@ def stored_in(objects: Sequence[Any], blocks: Sequence[Integers]) -> Stored:
     return Stored(objects, owner, place)
 
 
+def narrow_arrays(batch: RolloutBatch) -> Arrays:
+    """`batch_to_arrays` with tokens and masks in the smaller types, which `fetched` undoes."""
+    return batch_to_arrays(_narrowed(batch))
+
+
 def _narrowed(batch: RolloutBatch) -> RolloutBatch:
     """The batch with tokens and masks in the smaller types, unless a value does not fit."""
     for name, dtype in _NARROW.items():
@@ -225,13 +230,13 @@ def fetched(
 
 
 def _of_ray(references: list[Any]) -> list[Arrays]:
-    """What is stored; a `SenderLost` where it is lost with its node."""
+    """What is stored; a `BatchLost` where it is lost with its node."""
     import ray
 
     try:
         return cast(list[Arrays], ray.get(references))
     except ray.exceptions.ObjectLostError as error:
-        raise SenderLost(f"a part of the batch is lost with the node it was on: {error}") from error
+        raise BatchLost(f"a part of the batch is lost with the node it was on: {error}") from error
 
 
 def _taken(parts: Sequence[Ragged], stored: Stored) -> Ragged:

@@ -68,7 +68,7 @@ class EngineActor(ReportingActor):
             set_network(config, address, gloo_stays_here=config.address is None)
         self.use_threads(config, "engine", hf_config)
         self._reads_views = config.engine_traits.reads_views
-        self._interrupts = config.partial_rollouts
+        self._interrupts = config.interrupts_responses
         self._replays, self._parts = config.use_rollout_routing_replay, answer_parts(config)
         shape = RouteShape.of(hf_config)
         self._route_shape = len(shape.layers), shape.topk, shape.experts

@@ -106,8 +106,9 @@ def torch_threads(
 ) -> int:
     """Threads of one rank, or of a worker of an engine, on a node with `cores` cores and no GPUs.
 
-    In a synchronous job ranks and engines take turns, so each kind may use every core; in an
-    asynchronous one they share. Engines are counted as if they were all on this node.
+    Ranks share the cores, and so do engines, but not with each other: in a synchronous job they
+    take turns, and in an asynchronous one a core that waits for the slower kind would be idle.
+    Engines are counted as if they were all on this node.
     """
     if config.threads_per_rank != "auto":
         return config.threads_per_rank
@@ -115,8 +116,6 @@ def torch_threads(
         return 1
     ranks = config.ranks_per_node
     engines = config.num_rollout_engines * config.rollout_num_gpus_per_engine
-    if config.async_rollouts:
-        return max(1, cores // (ranks + engines))
     return max(1, cores // (ranks if kind == "rank" else engines))
 
 

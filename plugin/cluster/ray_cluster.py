@@ -79,6 +79,8 @@ def cluster(
         # Ray starts workers with a niceness of 15: on a shared machine all of the job but its
         # driver would wait for everybody else.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # The GCS would keep an event of every call for a state API that nobody asks here.
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
         if "ray" not in sys.modules:
             os.environ[_LOOPBACK_SWITCH] = "0"
             # Loopback is open to all users of the machine. Ray's own token would be a file in the

@@ -215,7 +215,7 @@ class RewardNodes:
     def _replace_silent(self) -> None:
         started = [node for node in self._nodes if node.has_started]
         for node in self._heartbeat.silent(started):
-            self._replace(node, "its process does not react")
+            self._replace(node, "its process does not respond")
         for node in [n for n in self._nodes if not n.has_started]:
             if time.monotonic() <= node.deadline:
                 continue
@@ -223,11 +223,11 @@ class RewardNodes:
             if started:  # Ray starts it as soon as there is room
                 self._console.warn(
                     f"{node.workers} reward workers did not start within "
-                    f"{self._config.start_timeout:g} s, the cluster has no {node.workers} CPUs "
-                    "for them any more; the job goes on with the others"
+                    f"{self._config.start_timeout:g} s: the cluster no longer has {node.workers} "
+                    "CPUs for them; the job continues with the others"
                 )
             else:
-                self._give_up(node, f"no node has {node.workers} CPUs for them any more")
+                self._give_up(node, f"no node has {node.workers} CPUs left for them")
 
     def _replace(self, node: _Node, reason: str) -> None:
         """Start another actor; responses of the old one go to whoever has room first."""

@@ -25,23 +25,32 @@ import torch
 from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
-from plugin.cluster.array_transport import Arrays, batch_to_arrays, fetched, from_arrays
+from plugin.cluster.array_transport import (
+    BULK,
+    Arrays,
+    batch_to_arrays,
+    fetched,
+    from_arrays,
+    narrow_arrays,
+)
 from plugin.cluster.directory_lock import OwnedDirectory
 from plugin.cluster.interfaces import set_network
 from plugin.cluster.model_source import ModelSource
 from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
+from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
 from plugin.errors import CheckpointError
 from plugin.megatron_backend.checkpoint.directory import complete_checkpoints, resolve
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
 from plugin.megatron_backend.step.batch_share import BatchShare, with_stage_routes
-from plugin.ragged import Ragged
+from plugin.ragged import Ragged, Stored
 from plugin.vocabulary_ids import HEAD_IDS, HEAD_LOG_PROBS
 from plugin.weights import make_sender
 from plugin.weights.buckets import BUCKET_BYTES, pack_buckets
 from plugin.weights.checksums import Checksums, with_checksums
+from plugin.weights.delta import CHUNK_BYTES, Changes, SentCopy, on_device
 from plugin.weights.group import Membership, WeightGroup, open_store
 from plugin.weights.ipc import device_id
 from plugin.weights.lane import bucket_sizes
@@ -89,7 +98,8 @@ class TrainedStep:
     """What an optimizer step returns to the driver.
 
     skipped: why no weight was changed, if so
-    log_probs: the step's own, [response] per sample, where watched; the driver says where they are
+    log_probs: the step's own, [response] per sample, where asked for
+    seen: what detectors look at, of some samples; log-probs are the batch's, or else the step's own
     live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose
     overflow: skipped for a float16 loss scale that is still being lowered
     seconds: from the arrival of the share to the end of the step
@@ -97,10 +107,11 @@ class TrainedStep:
 
     metrics: dict[str, float]
     skipped: str | None
-    log_probs: Any
     live_routes: list[Tensor] | None
     overflow: bool = False
     seconds: float = 0.0
+    log_probs: Stored | None = None
+    seen: RolloutBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -108,12 +119,14 @@ class SentPart:
     """What a rank has sent of a version, and in how many messages.
 
     checksums: of the tensors it sent, where they were asked for
+    changes: of a delta
     """
 
     sender: int
     nbytes: int
     messages: int
     checksums: Checksums = field(default_factory=dict)
+    changes: Changes | None = None
 
 
 class TrainerRank(ReportingActor):
@@ -132,6 +145,7 @@ class TrainerRank(ReportingActor):
         set_cuda_environment(config)
         self._membership = Membership()
         self._manifests: dict[Any, Manifest] = {}
+        self._sent_copy: SentCopy | None = None
         import_megatron()
         # While other actors still import theirs, and before `join`, which waits for all of them.
         import plugin.megatron_backend.trainer  # noqa: F401
@@ -289,36 +303,53 @@ class TrainerRank(ReportingActor):
         version: int,
         progress: float,
         learning_rate: float,
+        entropy_coef: float | None,
         with_log_probs: bool,
+        every: int,
     ) -> tuple[TrainedStep, list[Arrays]]:
-        """One optimizer step; apart from it its own log-probs, if they are asked for.
+        """One optimizer step; apart from it its own log-probs and what detectors look at.
 
         version: of the weights before the rollout's first update, counted in weight syncs; ages
             refer to it
         progress: share of the rollout's updates that have been made since
+        entropy_coef: from this update on; None = as before
+        with_log_probs: of all samples
+        every: of which samples detectors see what is light, by their numbers; 0 = none
         """
         trainer = self._trainers["policy"]
         trainer.version, trainer.version_progress = version, progress
         trainer.set_learning_rate(learning_rate)
+        if entropy_coef is not None:
+            trainer.set_entropy_coef(entropy_coef)
         arrived = self._arrived(share)
         began = time.monotonic()
         result = trainer.train_step(
             arrived,
-            with_log_probs=with_log_probs,
+            with_log_probs=with_log_probs or every > 0,
             with_live_routes=self._config.detect_mismatch and "rollout_routed_experts" in share,
         )
         skipped = None
         if not result.updated:
             skipped = _why_skipped(result, self._config.skip_on_grad_norm)
-        of_share: Arrays = {}
-        if result.log_probs is not None:
-            of_share = self._to_store(arrived, {"log_probs": result.log_probs})
+        parts: list[Arrays] = []
+        if with_log_probs:
+            parts.append(self._to_store(arrived, {"log_probs": result.log_probs}))
+        if every:
+            parts.append(self._seen(arrived, result.log_probs, every))
         live_routes = result.live_routes if self._rank == 0 else None
         # The same on every rank; the driver reads those of the first.
         metrics = {} if self._rank else result.metrics
         seconds = time.monotonic() - began
-        step = TrainedStep(metrics, skipped, None, live_routes, result.overflow, seconds)
-        return step, [of_share]
+        return TrainedStep(metrics, skipped, live_routes, result.overflow, seconds), parts or [{}]
+
+    def _seen(self, share: BatchShare, log_probs: Ragged, every: int) -> Arrays:
+        """What detectors look at of every n-th sample; nothing where another rank reports it."""
+        if not self._reports:
+            return {}
+        batch = share.batch
+        light = {n: values for n, values in batch.columns.items() if n not in BULK}
+        few = RolloutBatch({"log_probs": log_probs, **light})
+        return narrow_arrays(few.select(np.flatnonzero(share.samples % every == 0)))
 
     def train_critic(self, share: Arrays, learning_rate: float) -> TrainedStep:
         """One optimizer step of the critic."""
@@ -329,7 +360,7 @@ class TrainerRank(ReportingActor):
         if not result.updated:
             skipped = f"the gradient norm of the critic is {result.grad_norm:.4g}"
         metrics = {} if self._rank else result.metrics
-        return TrainedStep(metrics, skipped, None, None, result.overflow)
+        return TrainedStep(metrics, skipped, None, result.overflow)
 
     def device(self) -> str:
         """The device of this rank; see `ipc.device_id`."""
@@ -341,6 +372,7 @@ class TrainerRank(ReportingActor):
         group: WeightGroup,
         with_base: bool = True,
         checksum_dtype: DtypeName | None = None,
+        since: int | None = None,
     ) -> SentPart | None:
         """Send this rank's part of the policy; None on ranks that only help to gather it.
 
@@ -348,6 +380,7 @@ class TrainerRank(ReportingActor):
 
         with_base: where adapters are sent, also the weights that they belong to
         checksum_dtype: also report checksums of the tensors in this dtype
+        since: send only what has changed since this version
         """
         from plugin.megatron_backend.hf_weights.export import sends_own_part
 
@@ -368,13 +401,29 @@ class TrainerRank(ReportingActor):
             sums: dict[str, int] = {}
             if checksum_dtype is not None:
                 exported = with_checksums(exported, getattr(torch, checksum_dtype), sums)
+            changes, sent = None, exported
+            if self._config.weight_transport == "delta":
+                copy = self._copy_of_sent()
+                if since is None:
+                    sent = exported = copy.remembered(version, exported)
+                else:
+                    chunks = copy.delta(version, since, exported)
+                    sent, manifest = on_device(chunks), Manifest.of(chunks, CHUNK_BYTES)
+                    changes = copy.changes
             with self._membership.of(group, lambda: make_sender(group, number)) as sender:
-                nbytes, messages = sender.send(version, exported, manifest)
-                return SentPart(number, nbytes, messages, sums)
+                nbytes, messages = sender.send(version, sent, manifest)
+                return SentPart(number, nbytes, messages, sums, changes)
         finally:
             # Also after an error: the others of the stage would wait in the next gather.
             for _ in exported:
                 pass
+
+    def _copy_of_sent(self) -> SentCopy:
+        """What this rank sent last, which deltas are made from."""
+        if self._sent_copy is None:
+            dtype = engine_dtype(self._config, cuda=torch.cuda.is_available())
+            self._sent_copy = SentCopy(getattr(torch, dtype))
+        return self._sent_copy
 
     def _own_part(self, group: WeightGroup, with_base: bool) -> Callable[..., Iterator[Any]]:
         """What this rank sends, by another export at every call."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from plugin.batch_types import RolloutBatch
-from plugin.cluster.array_transport import BLOCK_BYTES, store, stored_in, to_arrays
+from plugin.batch_types import FIELDS, RolloutBatch
+from plugin.cluster.array_transport import BLOCK_BYTES, BULK, store, stored_in, to_arrays
 from plugin.cluster.model_source import ModelSource
 from plugin.cluster.placement import Reservation, ResourcePlan
 from plugin.cluster.remote_calls import wait_for_all
@@ -26,6 +26,7 @@ from plugin.megatron_backend.step.loss_scaling import weigh_samples
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.step.token_budget import token_budget
 from plugin.observe.console import Console
+from plugin.observe.findings import MAX_TOKENS
 from plugin.ragged import Integers, Ragged, Stored, as_integers
 from plugin.vocabulary_ids import TOPK_IDS, TOPK_LOG_PROBS
 from plugin.weights.checksums import Checksums
@@ -203,20 +204,45 @@ class TrainerGroup:
         """The columns that a forward-only method of a model fills in."""
         plan, shares = self._delivered(batch)
         arguments = (name, method, columns[0], options or {})
-        _, parts = self._call_apart("compute", *arguments, shares=shares)
-        return dict.fromkeys(columns, self._located(parts, plan))
+        _, [parts] = self._call_apart("compute", *arguments, shares=shares)
+        return dict.fromkeys(columns, self._located(parts, plan.orders()))
 
     def train(
-        self, batch: RolloutBatch, version: int, progress: float, learning_rate: float
+        self,
+        batch: RolloutBatch,
+        version: int,
+        progress: float,
+        learning_rate: float,
+        entropy_coef: float | None = None,
     ) -> TrainedStep:
         """One optimizer step; the arguments are those of `TrainerRank.train`."""
         plan, shares = self._delivered(batch)
-        watched = self._config.detect_mismatch or self._config.dump_log_probs is not None
-        watched = watched and "rollout_log_probs" in batch
-        arguments = (version, progress, learning_rate, watched)
-        results, parts = self._call_apart("train", *arguments, shares=shares)
+        comparable, every = "rollout_log_probs" in batch, 0
+        dumped = comparable and self._config.dump_log_probs is not None
+        if comparable and self._config.detect_mismatch:
+            every = max(1, -(-int(batch.columns["response_lengths"].sum()) // MAX_TOKENS))
+        arguments = (version, progress, learning_rate, entropy_coef, dumped, every)
+        parts = max(1, dumped + (every > 0))
+        results, found = self._call_apart("train", *arguments, shares=shares, parts=parts)
         step: TrainedStep = results[0]
-        return replace(step, log_probs=self._located(parts, plan)) if watched else step
+        if dumped:
+            step = replace(step, log_probs=self._located(found[0], plan.orders()))
+        return replace(step, seen=self._seen(batch, plan, found[-1], every)) if every else step
+
+    def _seen(
+        self, batch: RolloutBatch, plan: MicrobatchPlan, parts: Sequence[Any], every: int
+    ) -> RolloutBatch:
+        """Every n-th sample of a batch, with what is light in what the ranks return."""
+        orders = [order[order % every == 0] // every for order in plan.orders()]
+        few = batch.select(np.arange(0, len(batch), every))
+        stored = dict.fromkeys(["log_probs", *few.columns], self._located(parts, orders))
+        return RolloutBatch(
+            {
+                name: few.columns[name] if FIELDS[name].shape == "scalar" else column
+                for name, column in stored.items()
+                if name not in BULK
+            }
+        )
 
     def train_critic(self, batch: RolloutBatch, learning_rate: float) -> TrainedStep:
         """One optimizer step of the critic."""
@@ -260,14 +286,17 @@ class TrainerGroup:
         ]
         return plan, [objects[part.dp_rank] for part in self._parts]
 
-    def _located(self, parts: Sequence[Any], plan: MicrobatchPlan) -> Stored:
-        """A column of the batch in what the ranks return, one object from each share."""
+    def _located(self, parts: Sequence[Any], orders: Sequence[Integers]) -> Stored:
+        """A column in what the ranks return, one object from each share.
+
+        orders: the numbers of the samples in each
+        """
         by_share = {
             part.dp_rank: found
             for part, found in zip(self._parts, parts, strict=True)
             if part.reports
         }
-        return stored_in([by_share[rank] for rank in range(len(plan.ranks))], plan.orders())
+        return stored_in([by_share[rank] for rank in range(len(orders))], orders)
 
     @property
     def dtype(self) -> DtypeName:
@@ -295,13 +324,15 @@ class TrainerGroup:
         *,
         with_base: bool = True,
         checksum_dtype: DtypeName | None = None,
+        since: int | None = None,
     ) -> dict[Any, str]:
         """The calls by which every rank sends its part of the weights, with the ranks' names.
 
-        with_base, checksum_dtype: see `TrainerRank.send_weights`
+        with_base, checksum_dtype, since: see `TrainerRank.send_weights`
         """
+        arguments = (version, group, with_base, checksum_dtype, since)
         return {
-            rank.call.remote("send_weights", version, group, with_base, checksum_dtype): name
+            rank.call.remote("send_weights", *arguments): name
             for rank, name in zip(self._ranks, self._names(), strict=True)
         }
 
@@ -370,17 +401,18 @@ class TrainerGroup:
         return self._results(calls, timeout)
 
     def _call_apart(
-        self, method: str, *arguments: Any, shares: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Heads of all ranks' results, and references to their parts, one each.
+        self, method: str, *arguments: Any, shares: list[Any], parts: int = 1
+    ) -> tuple[list[Any], list[list[Any]]]:
+        """Heads of all ranks' results; and for each part of a result, references of all ranks.
 
         The driver owns the parts, so they outlive the rank; they are lost only with its node.
         """
         calls = [
-            rank.call_apart.options(num_returns=2).remote(method, *mine, *arguments)
+            rank.call_apart.options(num_returns=1 + parts).remote(method, *mine, *arguments)
             for rank, mine in self._with_own(shares)
         ]
-        return self._results([head for head, _ in calls]), [part for _, part in calls]
+        heads, *found = map(list, zip(*calls, strict=True))
+        return self._results(heads), found
 
     def _with_own(self, shares: list[Any] | None) -> list[tuple[Any, tuple[Any, ...]]]:
         """Every rank, with its share as an argument."""

@@ -136,7 +136,7 @@ def _run_bisect(args: argparse.Namespace, given: dict[str, Any]) -> int:
 
 
 def _run_on_run_dir(args: argparse.Namespace) -> int:
-    """0 if the run's findings hold no error."""
+    """0 if the run's settings can be read and its findings hold no error."""
     from plugin.tools.doctor.run_diagnosis import as_text, diagnose
 
     if args.layouts or args.config or args.custom_tis_function_path:

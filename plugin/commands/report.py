@@ -25,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the report; the one inside a run directory is rebuilt without --force."""
+    """Write the report; the one inside a run directory is rebuilt without --force.
+
+    1 if a run's settings could not be read: the report lacks them, and what follows from them.
+    """
     from plugin.observe.html_report import report_html
 
     single = len(args.run_dirs) == 1 and args.output is None
@@ -41,4 +44,4 @@ def run(args: argparse.Namespace) -> int:
         print(f"warning: {problem}", file=sys.stderr)
     steps = sum(len(record.steps) for record in records)
     print(f"{output}: {len(records)} run{'s' if len(records) > 1 else ''}, {steps} steps")
-    return 0
+    return 1 if any(record.settings_unreadable for record in records) else 0

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if getattr(args, "owns_process", False):
         pipe = fork_driver()
     if isinstance(pipe, DriverEnd):
-        return pipe.code if "ended" in pipe.said else _tell_end(pipe, args)
+        return pipe.code if "ended" in pipe.said else _tell_end(pipe)
     try:
         return _drive(args, pipe)
     finally:
@@ -71,7 +71,7 @@ def _require_working_directory() -> None:
         ) from error
 
 
-def _tell_end(end: DriverEnd, args: argparse.Namespace) -> int:
+def _tell_end(end: DriverEnd) -> int:
     """Say for a driver that could not how the job ended, and write its report."""
     console = Console()
     if "run_dir" in end.said:

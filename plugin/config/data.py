@@ -198,9 +198,9 @@ class RewardFlags(FlagGroup):
     )
     reward_workers: int | Literal["auto"] = runtime_flag(
         "auto",
-        "processes that compute rewards, with --address on any node; auto = one per core (on a "
-        "cluster half of the CPUs that are free on each node), 8 at most, for --prompt-data, and "
-        "none for --task-path, whose rewards then are computed on the driver",
+        "processes that compute rewards, with --address on any node; auto = for --prompt-data one "
+        "per core (on a cluster half of each node's free CPUs), at most 8; for --task-path none: "
+        "its rewards are then computed on the driver",
         at_least=1,
         needs=_PROMPTS,
         common_in="eval",
@@ -212,6 +212,12 @@ class RewardFlags(FlagGroup):
         needs=_PROMPTS,
         common_in="eval",
     )
+
+    @property
+    def reward_specs(self) -> tuple[RewardSpec, ...]:
+        """The rewards that the flags name, none where they leave it to the default."""
+        path = self.reward_function_path
+        return parse_rewards(self.reward if path is None else (*self.reward, path))
 
     def check(self) -> None:
         if self.reward_function_path is not None:

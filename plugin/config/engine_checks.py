@@ -32,6 +32,8 @@ def check_engine(config: JobConfig) -> None:
 
 
 def _check_weight_transport(config: JobConfig) -> None:
+    if config.weight_transport == "delta":
+        _check_deltas(config)
     expect(
         config.weight_transport in config.weight_transports,
         f"--weight-sync {config.weight_transport}: --rollout-engine {config.rollout_engine} gets "
@@ -46,6 +48,31 @@ def _check_weight_transport(config: JobConfig) -> None:
         config.weight_transport != "ipc" or bool(config.colocate),
         "--weight-sync ipc shares memory between a trainer rank and an engine on the same device, "
         "and here they have different ones; add --colocate, or use auto",
+    )
+
+
+def _check_deltas(config: JobConfig) -> None:
+    """Deltas need a receiver of ours, and weights that it can write single elements of."""
+    expect(
+        "delta" in config.weight_transports,
+        f"--weight-sync delta with --rollout-engine {config.rollout_engine}: only the engines "
+        "transformers and vllm in the job's processes apply deltas; servers load whole tensors, "
+        "and to a directory only the tensors that changed are written anyway; use auto",
+    )
+    expect(
+        not config.colocate,
+        "--weight-sync delta with --colocate: the weights stay on the device, where whole tensors "
+        "are a copy, and an engine that sleeps has none to apply a delta to; use auto",
+    )
+    expect(
+        not config.syncs_adapters,
+        "--weight-sync delta with --lora-sync adapter, which sends only the adapters, nearly all "
+        "of whose elements change; use --weight-sync broadcast",
+    )
+    expect(
+        config.rollout_quantization == "none",
+        f"--weight-sync delta with --rollout-quantization {config.rollout_quantization}: the "
+        "engine does not keep the values that a delta is applied to; use --weight-sync broadcast",
     )
 
 
@@ -105,7 +132,7 @@ def _check_abilities(config: JobConfig) -> None:
 
 
 def _check_partial_rollouts(config: JobConfig) -> None:
-    if not config.partial_rollouts:
+    if not config.interrupts_responses:
         return
     engine, modes = config.rollout_engine, config.engine_traits.partial_rollout_modes
     expect(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from plugin.config.flags import FlagGroup, Needs, expect, flag, option_name
 
 #: How weights get from the trainer to the engines.
-WeightTransport = Literal["broadcast", "ipc", "directory", "object-store"]
+WeightTransport = Literal["broadcast", "delta", "ipc", "directory", "object-store"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class TransportTraits:
 WEIGHT_TRANSPORTS: dict[WeightTransport, TransportTraits] = {
     "broadcast": TransportTraits(
         "NVLink or network, directly from trainer ranks to engine ranks", from_ranks=True
+    ),
+    "delta": TransportTraits(
+        "NVLink or network, directly from trainer ranks to engine ranks; of most versions only the "
+        "elements that changed",
+        from_ranks=True,
     ),
     "ipc": TransportTraits(
         "memory of the device that a trainer rank and an engine rank share",
@@ -68,6 +73,8 @@ class EngineTraits:
     starts_servers: the software of the servers that it starts (`--rollout-server`'s names)
     reports_checksums: has `weight_checksums` (--verify-weights)
     linear_attention: runs models that have such layers
+    keeps_delta_base: each of its workers keeps a copy of the weights in host memory, which deltas
+        are applied to (--weight-sync delta); otherwise they are applied in place
     reports_tokens: its `progress` grows with every token, not with whole responses only; a client
         of servers finds those that generate none itself
     """
@@ -91,6 +98,7 @@ class EngineTraits:
     takes_adapters: bool = False
     reports_checksums: bool = False
     linear_attention: bool = True
+    keeps_delta_base: bool = False
     reports_tokens: bool = False
 
 
@@ -104,7 +112,7 @@ ENGINES: dict[str, EngineTraits] = {
         reads_views=True,
         reports_kept_ids=True,
         partial_rollout_modes=("recompute", "continue"),
-        weight_transports=("broadcast", "ipc", "object-store"),
+        weight_transports=("broadcast", "ipc", "object-store", "delta"),
         sleeps=True,
         takes_adapters=True,
         reports_checksums=True,
@@ -114,7 +122,7 @@ ENGINES: dict[str, EngineTraits] = {
     "vllm": EngineTraits(
         "plugin.engines.vllm.engine:VllmEngine",
         package=_VLLM,
-        weight_transports=("broadcast", "ipc", "object-store"),
+        weight_transports=("broadcast", "ipc", "object-store", "delta"),
         reports_kept_ids=True,
         lowest_temperature=0.01,
         smallest_head_dim=32,
@@ -125,6 +133,7 @@ ENGINES: dict[str, EngineTraits] = {
         takes_adapters=True,
         partial_rollout_modes=("recompute",),
         keeps_interrupted_routes=False,
+        keeps_delta_base=True,
         reports_checksums=True,
         reports_tokens=True,
     ),

@@ -54,6 +54,7 @@ def flag(
     at_most: float | None = None,
     below: float | None = None,
     names: Iterable[str] = (),
+    not_offered: Mapping[str, str] | None = None,
     needs: Needs | None = None,
     path: Callable[[str], str] | None = None,
     may_change_on_resume: bool = False,
@@ -65,6 +66,7 @@ def flag(
 
     names: the built-in members of an open set; the value is one of them or the import path of the
         user's own
+    not_offered: names that a user may know from elsewhere, and why each is none of `names`
     needs: without this the flag has no effect, and giving it is an error
     path: the value, or each of several, names a file; this makes the name absolute
     may_change_on_resume: a different value does not change what a resumed run trains
@@ -77,6 +79,7 @@ def flag(
         "at_most": at_most,
         "below": below,
         "names": tuple(names),
+        "not_offered": not_offered or {},
         "needs": needs,
         "path": path,
         "may_change_on_resume": may_change_on_resume,
@@ -469,7 +472,9 @@ def _coerced(owner: type, item: dataclasses.Field, value: Any) -> Any:
             + (", or false" if off else ""),
         )
         return value
-    names = item.metadata["names"]
+    names, not_offered = item.metadata["names"], item.metadata.get("not_offered", {})
+    if isinstance(value, str) and value in not_offered:
+        raise ConfigError(f"{option_name(item.name)} {value}: {not_offered[value]}")
     expect(
         not names or value in names or (isinstance(value, str) and is_import_path(value)),
         f"{option_name(item.name)} is {value!r}; choose one of {', '.join(names)}, or give the "

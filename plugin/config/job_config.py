@@ -23,7 +23,13 @@ from plugin.config.flags import expect, read_yaml
 from plugin.config.launch import LaunchFlags, OutputFlags
 from plugin.config.loss.loss_config import ESTIMATOR_TRAITS, estimator_traits
 from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS, RATIO_LOSSES, ROLLOUT_LOSSES
-from plugin.config.rollout import ConversationFlags, RolloutFlags, SamplingFlags, check_sampling
+from plugin.config.rollout import (
+    LONG_RESPONSE,
+    ConversationFlags,
+    RolloutFlags,
+    SamplingFlags,
+    check_sampling,
+)
 from plugin.config.servers import ServerFlags
 from plugin.config.teachers import TeacherFlags
 from plugin.config.trainer_config import CriticFlags, TrainerConfig
@@ -102,6 +108,7 @@ class JobConfig(
         check_evaluation(self)
         self._check_other_policies()
         self._check_estimator()
+        self._check_entropy_target()
         self._check_lora()
 
     @property
@@ -196,7 +203,7 @@ class JobConfig(
         if self.weight_timeout is not None:
             return self.weight_timeout
         patience = min(self.step_timeout, 3 * self.engine_patience)
-        if not self.async_rollouts or self.partial_rollouts:
+        if not self.async_rollouts or self.interrupts_responses:
             return patience
         # Weights wait for the trajectories under way.
         if self.task_path is None:
@@ -240,10 +247,41 @@ class JobConfig(
         )
         if not estimator_traits(name).rewards:
             self._check_without_rewards()
+        if estimator_traits(name).parts:
+            self._check_several_rewards()
         expect(
             self.lambd == 1 or name not in ESTIMATOR_TRAITS or estimator_traits(name).values,
             f"--lambd is {self.lambd}: only GAE has a lambda, so --advantage-estimator {name} "
             "would ignore it; drop it, or use --advantage-estimator gae",
+        )
+
+    def _check_entropy_target(self) -> None:
+        if self.entropy_target is None:
+            return
+        option = f"--entropy-target {self.entropy_target}"
+        expect(
+            self.entropy_coef <= self.entropy_coef_max,
+            f"{option} starts at --entropy-coef {self.entropy_coef}, above --entropy-coef-max "
+            f"{self.entropy_coef_max}; raise the latter or lower the former",
+        )
+        expect(
+            not (self.loss_denominator == "kept" and self.per_token),
+            f"{option} with --loss-denominator kept and a global token denominator: the entropy "
+            "bonus would need a second one; use --no-calculate-per-token-loss or the original one",
+        )
+
+    def _check_several_rewards(self) -> None:
+        name, given = self.advantage_estimator, len(self.reward_specs)
+        expect(
+            given > 1,
+            f"--advantage-estimator {name} with {given} --reward: it normalizes each of several "
+            "rewards by itself; name at least two, or use grpo",
+        )
+        expect(
+            self.overlong_buffer_length is None,
+            f"--overlong-buffer-length is {self.overlong_buffer_length} with --advantage-estimator "
+            f"{name}: the penalty is taken off the sum of the rewards, which {name} does not look "
+            "at; drop it, or add --reward length_penalty",
         )
 
     def _check_without_rewards(self) -> None:
@@ -407,6 +445,21 @@ class JobConfig(
         return engine_traits(self.rollout_engine)
 
     @property
+    def interrupts_responses(self) -> bool:
+        """Whether new weights pause running responses instead of waiting for them.
+
+        By default where waiting is long and pausing loses nothing: a response over three versions
+        has tokens that are two versions old, and long ones would be dropped if they may not be.
+        """
+        if self.partial_rollouts is not None:
+            return self.partial_rollouts
+        traits = self.engine_traits
+        keeps_routes = traits.keeps_interrupted_routes or not self.wants_rollout_routes
+        can_pause = bool(traits.partial_rollout_modes) and keeps_routes and not traits.asks_servers
+        is_long = self.max_response_length >= LONG_RESPONSE
+        return can_pause and is_long and self.staleness_limit >= 2
+
+    @property
     def server_dialect(self) -> str | None:
         """The software of the servers that generate, the job's own or others; None without any."""
         traits = self.engine_traits
@@ -440,6 +493,13 @@ class JobConfig(
     def transport_traits(self) -> TransportTraits:
         """Traits of the job's weight transport."""
         return WEIGHT_TRANSPORTS[self.weight_transport]
+
+    @property
+    def delta_copies(self) -> tuple[int, int]:
+        """Whole models in host memory for --weight-sync delta: of all ranks, and of an engine."""
+        if self.weight_transport != "delta":
+            return 0, 0
+        return 1, self.rollout_num_gpus_per_engine * self.engine_traits.keeps_delta_base
 
     @property
     def weight_transports(self) -> tuple[WeightTransport, ...]:

@@ -38,8 +38,8 @@ class LaunchFlags(FlagGroup):
     colocate: bool | None = flag(
         None,
         "engines share the trainer's GPUs (or CPU slots) instead of having their own: they sleep "
-        "while it trains, and it is offloaded to host memory while they generate; none = where "
-        "this machine has GPUs for the trainer, but not for engines beside it",
+        "while it trains, and it is offloaded to host memory while they generate; none = only if "
+        "this machine has enough GPUs for the trainer but not for the engines as well",
     )
     colocate_sleep_level: int = flag(
         1,
@@ -51,15 +51,15 @@ class LaunchFlags(FlagGroup):
     threads_per_rank: int | Literal["auto"] = runtime_flag(
         "auto",
         "torch threads of a rank or engine on CPU; auto = the node's cores over its ranks, or over "
-        "the engines; asynchronous: over both; 1 for a model of hidden size below 256",
+        "the engines; 1 for a model of hidden size below 256",
         at_least=1,
     )
     start_timeout: float = runtime_flag(300.0, "seconds the actors may take to start", above=0)
     load_timeout: float | None = runtime_flag(
         None,
-        "seconds that an engine may take to start and a model to be built and loaded; none = "
-        "--start-timeout, 10 more for every GB of weights, and on GPUs 600 more for engines that "
-        "compile and capture graphs (vLLM, SGLang)",
+        "seconds for an engine to start, or for a model to be built and loaded; none = "
+        "--start-timeout plus 10 per GB of weights, on GPUs plus 600 for engines that compile and "
+        "capture graphs (vLLM, SGLang)",
         above=0,
     )
     step_timeout: float = runtime_flag(
@@ -81,8 +81,8 @@ class LaunchFlags(FlagGroup):
     )
     network_interface: str | None = runtime_flag(
         None,
-        "interface for traffic of trainer and engines between nodes; none = that of the node's "
-        "address in Ray, without --address loopback",
+        "network interface for trainer and engine traffic between nodes; none = the interface of "
+        "the node's Ray address, or loopback without --address",
     )
     seed: int = flag(1234, "seed of weights, prompts and sampling", at_least=0, common_in="eval")
 

@@ -116,7 +116,11 @@ def _done_by_slime(default: Any, note: str) -> SlimeFlag:
 
 SLIME_LOSS_FLAGS: dict[str, SlimeFlag] = {
     "advantage_estimator": _honored("grpo", "the policy loss: gspo, cispo, otherwise PPO"),
-    "pg_loss_type": _honored(None, "with reinforce, TIS weights the current policy"),
+    "pg_loss_type": _honored(
+        None,
+        "with reinforce, TIS weights the current policy; in slime and vime since September 2026, "
+        "not in miles",
+    ),
     "eps_clip": _honored(0.2),
     "eps_clip_high": _honored(None),
     "eps_clip_c": _honored(None, "PPO and GSPO"),
@@ -146,26 +150,34 @@ SLIME_LOSS_FLAGS: dict[str, SlimeFlag] = {
         False, "with context parallelism our loss expects zigzag shards; drop one of the two"
     ),
     "qkv_format": _refused(
-        "thd", "our loss expects packed samples; use thd, the only one that newer slime has"
+        "thd",
+        "our loss expects packed samples; drop it: slime has no such flag any more and always "
+        "packs, miles does with thd",
     ),
     "use_score_centering": _honored(
         False,
-        "--score-centering-topk, of what the engine recorded; with a ratio to the old policy it is "
-        "exact on the first update on a rollout",
+        "--score-centering-topk on reinforce, of what the engine recorded; in slime and vime since "
+        "September 2026, which refuse it with custom_loss before a job starts; in miles an open "
+        "pull request (3317)",
     ),
     "custom_pg_loss_reducer_function_path": _refused(
         None, "our loss reduces every term with slime's reducer; drop it or use slime's own loss"
     ),
     "skip_actor_forward_only": _refused(
         False,
-        "miles skips its log-prob pass for its own loss only and refuses custom_loss with it; drop "
-        "it, or use --use-rollout-logprobs, which needs no pass",
+        "a flag of miles, which skips its log-prob pass for its own loss only and refuses "
+        "custom_loss with it; drop it, or use --use-rollout-logprobs, which needs no pass",
     ),
     "true_on_policy_mode": _refused(
-        False, "our log-probs are not bitwise those of the engine; drop it or use miles's own loss"
+        False,
+        "a flag of miles; our log-probs are not bitwise those of the engine; drop it or use its "
+        "own loss",
     ),
+    "observe_training_entropy": _honored(False, "a flag of miles; our loss always reports it"),
     "calculate_per_token_loss": _done_by_slime(False, "the reducer that it gives our loss"),
     "log_probs_chunk_size": _done_by_slime(-1, "its own log-prob passes; ours need no chunks"),
+    "log_probs_max_tokens_per_gpu": _done_by_slime(None, "its own log-prob passes"),
+    "keep_old_actor": _done_by_slime(False, "its log-prob pass, with the weights that sampled"),
     "use_rollout_entropy": _done_by_slime(False, "its own log-prob passes"),
     "kl_coef": _done_by_slime(0.0, "advantages"),
     "gamma": _done_by_slime(1.0, "advantages"),
@@ -173,14 +185,16 @@ SLIME_LOSS_FLAGS: dict[str, SlimeFlag] = {
     "normalize_advantages": _done_by_slime(False, "advantages"),
     "grpo_std_normalization": _done_by_slime(True, "advantages"),
     "rewards_normalization": _done_by_slime(True, "advantages"),
-    "custom_advantage_function_path": _done_by_slime(None, "advantages"),
+    "custom_advantage_function_path": _done_by_slime(None, "advantages; not in miles"),
     "compute_advantages_and_returns": _done_by_slime(True, "our loss needs them in the batch"),
     "use_opd": _done_by_slime(False, "advantages"),
     "opd_type": _done_by_slime(None, "advantages"),
     "opd_kl_coef": _done_by_slime(1.0, "advantages"),
     "ref_update_interval": _done_by_slime(None, "the reference log-probs"),
     "value_clip": _done_by_slime(0.2, "the critic's loss"),
-    "score_centering_top_k": _done_by_slime(128, "what the engine records"),
+    "score_centering_top_k": _done_by_slime(
+        128, "what the engine records; where --use-score-centering is"
+    ),
     "rollout_top_k": _done_by_slime(-1, "the engine; slime's loss does not look at it either"),
     "mask_offpolicy_in_partial_rollout": _done_by_slime(False, "the loss masks"),
     "enable_mtp_training": _done_by_slime(False, "the model adds that loss itself"),
@@ -196,6 +210,13 @@ def slime_option(name: str) -> str:
     """The option that sets a field of slime's namespace to something else than its default."""
     disables = SLIME_LOSS_FLAGS[name].default is True
     return option_name(f"disable_{name}" if disables else name)
+
+
+def pg_loss_type(args: Any) -> str | None:
+    """slime's `pg_loss_type`; with score centering it is REINFORCE unless set."""
+    given: str | None = getattr(args, "pg_loss_type", None)
+    centers = getattr(args, "use_score_centering", False)
+    return "reinforce" if given is None and centers else given
 
 
 def check_slime_flags(args: Any) -> None:
@@ -266,7 +287,7 @@ def loss_config_of(args: Any) -> LossConfig:
     if centers:
         found["score_centering_topk"] = topk
     estimator = found.pop("advantage_estimator", None)
-    named = getattr(args, "pg_loss_type", None) or estimator
+    named = pg_loss_type(args) or estimator
     if estimator == "gspo" and named == "ppo":
         named = "gspo"  # PPO's clip on GSPO's ratio of the sequence
     found["policy_loss"] = named if named in POLICY_LOSS_TRAITS else "ppo"

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from plugin.config.job_config import JobConfig
 
 
+#: From this length on weights do not wait for responses, unless --partial-rollouts says otherwise.
+LONG_RESPONSE = 4096
+_interrupts = Needs("--partial-rollouts", lambda config: config.interrupts_responses)
+
+
 @dataclass(frozen=True)
 class RolloutFlags(FlagGroup):
     title: ClassVar[str] = "rollouts"
@@ -37,9 +42,9 @@ class RolloutFlags(FlagGroup):
     num_rollout_engines: int = flag(1, "engines; prompts are distributed over them", at_least=1)
     min_rollout_engines: int | None = runtime_flag(
         None,
-        "the job starts and goes on with so many engines while there is no room for the others, "
-        "and takes these when the cluster has it; none = it starts with all and goes on with 1; "
-        "with --colocate all are needed",
+        "start and continue with this many engines while the cluster has no room for the others, "
+        "which join as soon as it has; none = start with all, continue with at least 1; --colocate "
+        "needs all",
         at_least=1,
     )
     rollout_num_gpus_per_engine: int = flag(
@@ -86,32 +91,40 @@ class RolloutFlags(FlagGroup):
     max_weight_staleness: int | None = flag(
         None, "async: drop samples more weight versions old than this; none = 1", at_least=0
     )
-    partial_rollouts: bool = flag(
-        False,
+    partial_rollouts: bool | None = flag(
+        None,
         "new weights interrupt running responses, which continue with them; each token keeps the "
-        "weight version that sampled it",
+        f"weight version that sampled it; none = where responses may have {LONG_RESPONSE} tokens, "
+        "tokens may be 2 versions old, and an engine in the job's hands can pause",
         needs=needs_flag("async_rollouts"),
     )
     partial_rollout_mode: Literal["recompute", "continue"] = flag(
         "recompute",
         "recompute = prefill interrupted responses again with the new weights; continue = keep the "
         "KV cache of the old ones",
-        needs=needs_flag("partial_rollouts"),
+        needs=_interrupts,
     )
     max_token_staleness: int | None = flag(
         None,
         "mask tokens more weight versions old than this, and drop groups only if a response has "
         "no other; none = drop groups with a token beyond --max-weight-staleness",
         at_least=0,
-        needs=needs_flag("partial_rollouts"),
+        needs=_interrupts,
     )
 
     weight_sync: Literal["auto", WeightTransport] = flag(
         "auto",
-        "how engines get new weights: over a process group with the trainer's ranks, by CUDA "
+        "how engines get new weights: over a process group with the trainer's ranks (broadcast; "
+        "delta = only the elements that changed), by CUDA "
         "IPC from a rank on the same device, from files in --rollout-weights-dir, or "
         "through Ray's object store; auto = broadcast, ipc with --colocate, or the next of these "
         "that the engine supports",
+    )
+    full_weights_every: int = flag(
+        50,
+        "with deltas: of so many weight versions, one is sent in full",
+        at_least=1,
+        needs=Needs("--weight-sync delta", lambda config: config.weight_sync == "delta"),
     )
     verify_weights: str = flag(
         "first",
@@ -211,9 +224,9 @@ class SamplingFlags(FlagGroup):
     )
     abort_surplus_groups: bool = flag(
         False,
-        "train on the first --rollout-batch-size groups with a spread of rewards that are finished "
-        "and abort the others of the round, whose prompts are sampled again; faster, but batches "
-        "depend on timing and short responses come first",
+        "train on the first --rollout-batch-size finished groups with a spread of rewards and "
+        "abort the rest of the round, whose prompts are sampled again; faster, but batches depend "
+        "on timing and favor short responses",
         needs=needs_flag("over_sampling_batch_size"),
     )
     overlong_filtering: bool = flag(

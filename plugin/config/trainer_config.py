@@ -106,6 +106,21 @@ class OptimizerFlags(FlagGroup):
         "add weight gradients to their float32 buffer inside the product; none = on CUDA where "
         "Transformer Engine's layers or APEX have it",
     )
+    entropy_target: float | None = flag(
+        None,
+        "hold the policy's entropy (nats, metric entropy_loss) here: the entropy bonus starts at "
+        "--entropy-coef, moves after every update, and acts only below",
+        above=0,
+    )
+    entropy_coef_step: float = flag(
+        1e-4,
+        "how far the bonus moves: up where the entropy is below the target, else down",
+        above=0,
+        needs=needs_flag("entropy_target"),
+    )
+    entropy_coef_max: float = flag(
+        5e-3, "the largest bonus", above=0, needs=needs_flag("entropy_target")
+    )
     skip_on_grad_norm: float | None = flag(
         None, "skip a step whose gradient norm is above this", above=0
     )

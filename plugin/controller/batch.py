@@ -8,7 +8,7 @@ hold whole prompts, otherwise of responses. Advantages are known before, so a gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,18 +18,34 @@ from numpy.typing import NDArray
 
 from plugin.batch_types import RolloutBatch, with_checked_routes
 from plugin.config import JobConfig
+from plugin.config.loss.loss_config import estimator_traits
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import BatchError
-from plugin.ppo_utils.advantages import ESTIMATORS, estimator_of, whiten
+from plugin.ppo_utils.advantages import (
+    ESTIMATORS,
+    estimator_of,
+    gdpo_advantages,
+    spread_over_tokens,
+    whiten,
+)
 from plugin.ragged import Integers, Ragged, ragged_range
 
+#: [M] of every reward before its weight, by name.
+RewardParts = Mapping[str, NDArray[np.float64]]
 
-def prepare_batch(config: JobConfig, rollouts: Rollouts, route_shape: Any = None) -> RolloutBatch:
+
+def prepare_batch(
+    config: JobConfig,
+    rollouts: Rollouts,
+    route_shape: Any = None,
+    parts: RewardParts | None = None,
+) -> RolloutBatch:
     """The samples as a batch with advantages, or a `BatchError` before any rank sees it.
 
     Advantages of a value model come later: it has to see the batch first.
 
     route_shape: (moe_layers, topk, experts) that replayed routes must have
+    parts: every reward before its weight, by name
     """
     rollouts = with_overlong_rules(config, rollouts)
     batch = rollouts.batch.with_column(
@@ -45,7 +61,7 @@ def prepare_batch(config: JobConfig, rollouts: Rollouts, route_shape: Any = None
             "has none; use an engine that reports them, or ids"
         )
     if not config.trains_critic:
-        batch = batch.with_column("advantages", advantages_of(config, rollouts))
+        batch = batch.with_column("advantages", advantages_of(config, rollouts, parts))
     batch.check()
     return batch
 
@@ -62,7 +78,9 @@ def without_old_tokens(rollouts: Rollouts, oldest: int) -> tuple[Rollouts, float
     return replace(rollouts, batch=rollouts.batch.with_column("loss_masks", kept)), share
 
 
-def advantages_of(config: JobConfig, rollouts: Rollouts) -> Ragged:
+def advantages_of(
+    config: JobConfig, rollouts: Rollouts, parts: RewardParts | None = None
+) -> Ragged:
     """One [response] tensor per sample, by the estimator of the configuration.
 
     A trajectory counts once, however many samples it was split into: it is scored as the one
@@ -70,18 +88,42 @@ def advantages_of(config: JobConfig, rollouts: Rollouts) -> Ragged:
     """
     masks: Ragged = rollouts.batch.columns["loss_masks"]
     whole_masks = rollouts.per_trajectory(masks)
-    advantages = estimator_of(config.advantage_estimator)(
-        torch.from_numpy(rollouts.rewards).float(),
-        torch.from_numpy(rollouts.groups),
-        # The user's own estimator is promised a list of int64 tensors.
-        whole_masks
-        if config.advantage_estimator in ESTIMATORS
-        else list(whole_masks.like(whole_masks.values.long())),
-        config,
-    )
+    groups = torch.from_numpy(rollouts.groups)
+    advantages: Sequence[torch.Tensor]
+    if estimator_traits(config.advantage_estimator).parts:
+        per_sample = gdpo_advantages(
+            _rewards_by_part(config, parts or {}),
+            groups,
+            [spec.weight for spec in config.reward_specs],
+            std_normalization=config.grpo_std_normalization,
+        )
+        advantages = spread_over_tokens(per_sample, whole_masks)
+    else:
+        advantages = estimator_of(config.advantage_estimator)(
+            torch.from_numpy(rollouts.rewards).float(),
+            groups,
+            # The user's own estimator is promised a list of int64 tensors.
+            whole_masks
+            if config.advantage_estimator in ESTIMATORS
+            else list(whole_masks.like(whole_masks.values.long())),
+            config,
+        )
     if config.normalize_advantages:
         advantages = whiten(advantages, whole_masks)
     return masks.like(Ragged.of(advantages).values)
+
+
+def _rewards_by_part(config: JobConfig, parts: RewardParts) -> torch.Tensor:
+    """[M, K] float32 in the order of --reward."""
+    missing = [spec.name for spec in config.reward_specs if spec.name not in parts]
+    if missing:
+        raise BatchError(
+            f"--advantage-estimator {config.advantage_estimator} needs every reward of each "
+            f"response and this rollout has no {', '.join(missing)}: an environment or a task gave "
+            "one number; let --reward score the responses, or use grpo"
+        )
+    columns = [torch.from_numpy(parts[spec.name]) for spec in config.reward_specs]
+    return torch.stack(columns, dim=1).float()
 
 
 def describe_batch(
@@ -93,7 +135,7 @@ def describe_batch(
     """
     rewards = rollouts.rewards
     oldest, newest = rollouts.oldest_version, rollouts.newest_version
-    behind = version - rollouts.token_versions[0]
+    behind = version - rollouts.token_versions()
     starts = np.flatnonzero(np.diff(rollouts.groups, prepend=-1))
     uniform = np.maximum.reduceat(rewards, starts) == np.minimum.reduceat(rewards, starts)
     penalty = overlong_penalty(config, rollouts)

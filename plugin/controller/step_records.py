@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugin.batch_types import RolloutBatch
-from plugin.cluster.array_transport import BULK, only
+from plugin.cluster.array_transport import fetched, only
 from plugin.cluster.trainer_actor import TrainedStep
 from plugin.config import JobConfig
 from plugin.controller.run_directory import RunCheckpoints
@@ -24,9 +24,9 @@ from plugin.environments.trajectory import Rollouts
 from plugin.errors import FindingError, TrainingError
 from plugin.observe.console import Console
 from plugin.observe.detectors import MismatchDetectors
-from plugin.observe.findings import MAX_TOKENS, Finding
+from plugin.observe.findings import Finding
 from plugin.observe.learning import learning_findings
-from plugin.observe.log_prob_dump import ROUTES
+from plugin.observe.log_prob_dump import LISTS, ROUTES, SCALARS
 from plugin.observe.run_files import RunFiles, without_slices
 
 _STEPS_KEPT = 2000
@@ -102,7 +102,11 @@ class StepRecords:
             self._wandb.log(record, step=step)
 
     def go_back(self, step: int) -> None:
-        """Forget what came after `step`: the run goes on from there."""
+        """Forget what came after `step`: the run goes on from there.
+
+        Also what could not be written, because what it is about is lost.
+        """
+        self._waiting.clear()
         self._history[:] = [line for line in self._history if line["step"] <= step]
         if self._dump is not None:
             self._dump.remove_after(step)
@@ -119,25 +123,28 @@ class StepRecords:
         self._console.step(line, self._config.total_updates)
         if self._wandb is not None:
             self._wandb.log(line, step=step)
-        current: dict[str, Any] = {}
-        # After an update the step's own log-probs come from newer weights than the samples.
-        comparable = comparable or "log_probs" in batch
-        if trained.log_probs is not None:
-            own = batch.with_column("log_probs", trained.log_probs)
-            if self._dump is not None:
-                current["cur_log_probs"] = only(own, "log_probs").columns["log_probs"]
-            batch = batch if "log_probs" in batch else own
         if self._dump is not None:
-            names = [n for n in batch.columns if self._config.dump_routes or n not in ROUTES]
-            columns = only(batch, *names).columns
-            self._dump.write(step, {**columns, **current}, trainer_version=version)
-        if comparable and trained.log_probs is not None:
+            self._dump.write(step, self._dumped(batch, trained), trainer_version=version)
+        # After an update the step's own log-probs come from newer weights than the samples.
+        if trained.seen is not None and (comparable or "log_probs" in batch):
             self._watch.check(step, seen_columns(batch, trained), version, trained.live_routes)
         # After the watch: rewards mean nothing while engine and trainer disagree.
         if len(self._history) == _STEPS_JUDGED:
             for finding in learning_findings(self._history, self._config):
                 self._console.log(f"step {step}: {finding}")
         self._note_skipped(step, trained.skipped, searching=trained.overflow)
+
+    def _dumped(self, batch: RolloutBatch, trained: TrainedStep) -> dict[str, Any]:
+        """The columns of a dump."""
+        current: dict[str, Any] = {}
+        if trained.log_probs is not None:
+            own = batch.with_column("log_probs", trained.log_probs)
+            current["cur_log_probs"] = only(own, "log_probs").columns["log_probs"]
+            batch = batch if "log_probs" in batch else own
+        # What is not written is not fetched: it may be far heavier.
+        written = {*SCALARS, *LISTS, *(ROUTES if self._config.dump_routes else ())}
+        names = [name for name in batch.columns if name in written]
+        return {**only(batch, *names).columns, **current}
 
     def _note_skipped(self, step: int, cause: str | None, *, searching: bool = False) -> None:
         """Report a step that changed nothing; a `TrainingError` after too many in a row.
@@ -170,13 +177,9 @@ class StepRecords:
 
 
 def seen_columns(batch: RolloutBatch, trained: TrainedStep) -> dict[str, Any]:
-    """What the detectors look at: of a large batch every n-th sample, `MAX_TOKENS` together.
-
-    Of routes only those of the first samples, which the trainer's are known of.
-    """
-    stride = max(1, -(-int(batch.columns["response_lengths"].sum()) // MAX_TOKENS))
-    few = batch if stride == 1 else batch.select(np.arange(0, len(batch), stride))
-    columns = dict(only(few, *[name for name in few.columns if name not in BULK]).columns)
+    """What the detectors look at: some samples, and routes of those that the trainer's are of."""
+    assert trained.seen is not None
+    columns = dict(fetched(trained.seen).columns)
     if trained.live_routes is not None:
         first = batch.select(np.arange(len(trained.live_routes)))
         name = "rollout_routed_experts"

@@ -49,11 +49,13 @@ from plugin.controller.weight_verification import WeightVerification
 from plugin.errors import (
     ActorLost,
     BatchError,
+    BatchLost,
     FindingError,
     MegatronTisError,
     ParallelError,
     TrainingError,
 )
+from plugin.loss.entropy_control import EntropyBonus
 from plugin.megatron_backend.checkpoint.directory import set_aside_later, step_of
 from plugin.observe.console import Console
 from plugin.observe.run_files import RunFiles
@@ -68,6 +70,8 @@ class Position:
     """Rollouts trained on, optimizer updates made, and the version of the trainer's weights.
 
     skipped, critic_skipped: of the updates, those that changed nothing
+    entropy_coef: of the bonus that holds the entropy at a target, None before the first update;
+        entropy_below: whether the entropy was below it
     """
 
     rollouts: int = 0
@@ -75,6 +79,8 @@ class Position:
     version: int = 0
     skipped: int = 0
     critic_skipped: int = 0
+    entropy_coef: float | None = None
+    entropy_below: bool = True
 
 
 class TrainingLoop:
@@ -261,9 +267,9 @@ class TrainingLoop:
         if config.max_token_staleness is not None:
             oldest = self._at.version - config.max_token_staleness
             rollouts, masked["stale_token_share"] = without_old_tokens(rollouts, oldest)
-        batch = prepare_batch(config, rollouts, self._parts.route_shape)
-        described = describe_batch(config, batch, rollouts, self._at.version) | masked
         parts = reward_parts(groups)
+        batch = prepare_batch(config, rollouts, self._parts.route_shape, parts)
+        described = describe_batch(config, batch, rollouts, self._at.version) | masked
         described |= {f"reward/{name}": float(values.mean()) for name, values in parts.items()}
         trained, rollout = [group.index for group in groups], self._at.rollouts
         if config.log_samples:
@@ -372,6 +378,14 @@ class TrainingLoop:
             except MegatronTisError as error:
                 self._console.error(f"the weights are not saved: {error}")
 
+    def _entropy_bonus(self) -> EntropyBonus | None:
+        """That of the next update, if there is an entropy to hold."""
+        if self._config.entropy_target is None:
+            return None
+        if self._at.entropy_coef is None:
+            return EntropyBonus(self._config.entropy_coef)
+        return EntropyBonus(self._at.entropy_coef, self._at.entropy_below)
+
     def _one_update(
         self, batch: RolloutBatch, progress: float, described: dict[str, float], began: float
     ) -> bool:
@@ -388,8 +402,16 @@ class TrainingLoop:
             described = described | of_critic
             if self._at.rollouts < self._config.num_critic_only_rollouts:
                 rate = 0.0
+        bonus = self._entropy_bonus()
         called = time.monotonic()
-        trained = self._trainer.train(batch, self._at.version, progress, rate)
+        trained = self._trainer.train(
+            batch, self._at.version, progress, rate, None if bonus is None else bonus.in_force
+        )
+        held: dict[str, float] = {}
+        if bonus is not None:
+            held["entropy_coef"] = bonus.in_force
+            bonus = bonus.after(trained.metrics.get("entropy_loss", math.nan), self._config)
+            self._at.entropy_coef, self._at.entropy_below = bonus
         self._at.updates += 1
         self._at.skipped += trained.skipped is not None
         now = time.monotonic()
@@ -403,6 +425,7 @@ class TrainingLoop:
             "rollout": self._at.rollouts,
             "weight_version": self._at.version,
             "lr": rate,
+            **held,
             "tokens_per_second": tokens / max(now - began, 1e-9),
             "seconds_training": now - started,
             "seconds_transport": now - called - trained.seconds,
@@ -439,6 +462,8 @@ class TrainingLoop:
                     self._engines.keep_groups()
                 else:
                     self._engines.forget()
+                if isinstance(error, BatchLost):
+                    self._queue.forget_stored()
                 with self._devices.restarting():
                     self._trainer.restart()
                 self._go_back_to_checkpoint(keeps_groups=config.staleness_limit > 0)

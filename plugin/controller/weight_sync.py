@@ -25,9 +25,11 @@ from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
+from plugin.controller.weight_deltas import DeltaBases
 from plugin.engines.weight_changes import ProbeAnswer
 from plugin.errors import (
     ActorLost,
+    DeltaError,
     EngineError,
     MegatronTisError,
     ParallelError,
@@ -36,6 +38,7 @@ from plugin.errors import (
 from plugin.observe.console import Console
 from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.checksums import Checksums, differing
+from plugin.weights.delta import Changes
 from plugin.weights.group import WeightGroup, abort, forget_version, open_store
 
 _POLL_SECONDS = 0.02
@@ -62,6 +65,7 @@ class Transfer:
 
     calls: those without a result, of engines and (by name) of trainer ranks
     trouble: why it has to be aborted
+    inexact: engines whose weights a delta did not make the trainer's, and how that was noticed
     lost: engines that are gone or broken; error: what ends the job, or sends the trainer back to
         its checkpoint
     """
@@ -72,6 +76,7 @@ class Transfer:
         self._deadline = time.monotonic() + timeout
         self.received: dict[Member, Any] = {}
         self.sent: list[SentPart] = []
+        self.inexact: dict[Member, str] = {}
         self.lost: dict[Member, str] = {}
         self.error: MegatronTisError | None = None
         self.trouble: str | None = None
@@ -108,6 +113,9 @@ class Transfer:
         self.calls = {call: who for call, who in self.calls.items() if who != member}
 
     def _fail(self, who: Member | str, name: str, error: MegatronTisError) -> None:
+        if isinstance(who, Member) and isinstance(error, DeltaError):
+            self.inexact[who] = str(error)
+            return
         self._abort(f"{name}: {str(error).splitlines()[0]}")
         if isinstance(error, TransferError):
             return
@@ -166,17 +174,23 @@ class WeightSync:
         self._repaired: set[Any] = set()
         # Engines that have the weights which adapters (--lora-sync) belong to.
         self._have_base: set[Any] = set()
+        sends_deltas = config.weight_transport == "delta"
+        self._deltas = DeltaBases(config.full_weights_every) if sends_deltas else None
+        self._changes: Changes | None = None
         self._patience = config.transfer_patience
         self.version = NO_WEIGHTS
 
     def metrics(self) -> dict[str, Any]:
-        """Transport, bytes and seconds of the newest version."""
-        return {
+        """Transport, bytes and seconds of the newest version, and of a delta what has changed."""
+        found = {
             "weight_sync": self._config.weight_transport,
             "weight_sync_bytes": self._bytes,
             "weight_repairs": self.repairs,
             "seconds_weight_sync": self._seconds,
         }
+        if self._changes is not None:
+            found["weight_changed_share"] = self._changes.share
+        return found
 
     def send(self, version: int, *, wait: bool) -> None:
         """Give the trainer's weights to the engines as `version`.
@@ -306,9 +320,17 @@ class WeightSync:
             ): member
             for member in members
         }
+        since = None
+        if self._deltas is not None:
+            actors = [member.actor for member in members]
+            since = self._deltas.begin(actors, self._trainer.rank_ids())
         with_base = any(member.actor not in self._have_base for member in members)
         calls |= self._trainer.send_weights(
-            self.version, group, with_base=with_base, checksum_dtype=self._checksum_dtype()
+            self.version,
+            group,
+            with_base=with_base,
+            checksum_dtype=self._checksum_dtype(),
+            since=since,
         )
         transfer = Transfer(calls, self._patience, self._console)
         try:
@@ -321,14 +343,32 @@ class WeightSync:
                 if not self._is_to_be_repaired(member, answers or ()):
                     self._engines.has_received(member.engine, member.actor, answers)
                     self._have_base.add(member.actor)
+                    if self._deltas is not None:
+                        self._deltas.has_received(member.actor, self.version)
             if transfer.trouble is not None:
                 self._group = None
         if transfer.trouble is not None:
             return False
+        if self._deltas is not None:
+            self._deltas.has_sent(self.version)
+            self._note_changes(transfer, self._deltas)
         self._bytes = sum(part.nbytes for part in transfer.sent)
         messages = {part.sender: part.messages for part in transfer.sent}
         forget_version(self._store, group, self.version, messages)
         return self.repairs == before
+
+    def _note_changes(self, transfer: Transfer, deltas: DeltaBases) -> None:
+        """Count what a delta changed; engines that it failed on get a full version."""
+        of_parts = [part.changes for part in transfer.sent if part.changes is not None]
+        self._changes = Changes.sum_of(of_parts) if of_parts else None
+        for member, reason in transfer.inexact.items():
+            deltas.has_failed(member.actor, reason)
+            self.repairs += 1
+            self._console.warn(f"{reason}; it gets all of version {self.version}")
+        if transfer.inexact:  # they have left the group
+            assert self._group is not None
+            abort(self._store, self._group, "a delta did not lead to the trainer's weights")
+            self._group = None
 
     def _is_to_be_repaired(self, member: Member, answers: Sequence[ProbeAnswer]) -> bool:
         """Whether an engine's checksums are not the trainer's, for the first time at this version.

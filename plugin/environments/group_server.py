@@ -103,7 +103,7 @@ class GroupServer:
         return self._player.step() if self._player.open else []
 
     def collect(self, era: int) -> list[PlayedGroup]:
-        """Wait for groups that are done and return them; none if a later era has begun.
+        """Wait for groups of `era` that are done and return them; none if a later one has begun.
 
         Raises what ended the generation.
         """
@@ -115,7 +115,8 @@ class GroupServer:
             def idle() -> bool:
                 return not self._is_stepping and not len(self)
 
-            self._changed.wait_for(lambda: bool(self._done) or over())
+            # It may come before the call that begins its era: another thread makes that.
+            self._changed.wait_for(lambda: (bool(self._done) and self._era == era) or over())
             self._changed.wait_for(lambda: idle() or over(), timeout=_GATHER_SECONDS)
             self._require_alive()
             if self._era > era:

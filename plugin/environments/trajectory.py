@@ -92,26 +92,25 @@ class Rollouts:
     @cached_property
     def oldest_version(self) -> Integers:
         """[M]: the oldest weights that sampled an unmasked token; the newest int where none did."""
-        oldest = np.full(len(self), np.iinfo(np.int64).max)
-        versions, trajectory = self.token_versions
-        np.minimum.at(oldest, trajectory, versions)
-        return oldest
+        return self._versions(np.minimum, np.iinfo(np.int64).max)
 
     @cached_property
     def newest_version(self) -> Integers:
         """[M]: the newest weights that sampled an unmasked token; -1 where none did."""
-        newest = np.full(len(self), -1)
-        versions, trajectory = self.token_versions
-        np.maximum.at(newest, trajectory, versions)
-        return newest
+        return self._versions(np.maximum, -1)
 
-    @cached_property
-    def token_versions(self) -> tuple[Integers, Integers]:
-        """[T], [T]: weight version and trajectory of every unmasked token."""
+    def _versions(self, function: np.ufunc, none: int) -> Integers:
+        """[M] int64: `function` over the versions of a trajectory's unmasked tokens, or `none`."""
         versions: Ragged = self.batch.columns["weight_versions"]
-        counts = (self.batch.columns["loss_masks"].values != 0).numpy()
-        trajectory = np.repeat(np.arange(len(self)), self.samples)[versions.sample_index]
-        return versions.values.numpy()[counts].astype(np.int64), trajectory[counts]
+        masked = self.batch.columns["loss_masks"].values == 0
+        counted = versions.like(versions.values.long().masked_fill(masked, none))
+        return self.per_trajectory(counted).reduced(function, none)
+
+    def token_versions(self) -> Integers:
+        """[T]: weight version of every unmasked token."""
+        versions: Ragged = self.batch.columns["weight_versions"]
+        counts = self.batch.columns["loss_masks"].values != 0
+        return versions.values[counts].numpy().astype(np.int64, copy=False)
 
     def response(self, trajectory: int) -> Integers:
         """The token ids of a trajectory's last response, a view."""

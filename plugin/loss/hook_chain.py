@@ -20,7 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from plugin.config import LossConfig
 from plugin.config.import_paths import function_name, load_function
 from plugin.errors import BatchError, ConfigError, HookLoadError
-from plugin.loss.interfaces import LossInputs, PolicyTerm, example_inputs
+from plugin.loss.interfaces import LossInputs, PolicyTerm, declared_values, example_inputs
+from plugin.loss.policy_losses import resolve_policy_loss
 from plugin.ppo_utils.batch_statistics import (
     Declaration,
     Statistics,
@@ -33,7 +34,6 @@ from plugin.ppo_utils.correction_interface import (
     declares_separable,
     flags_of,
 )
-from plugin.ppo_utils.importance_ratio import log_ratio
 from plugin.sharding.parallel_context import SINGLE_PROCESS, use_parallel_context
 
 #: What slime passes to a hook; every hook has to accept these.
@@ -213,14 +213,16 @@ class HookChain:
 
 
 def batch_declarations(config: LossConfig) -> dict[str, Declaration]:
-    """The batch statistics that the corrections in use declare, by path."""
+    """The batch statistics that policy loss and corrections in use declare, by name and path."""
     used = config.use_tis or config.get_mismatch_metrics
-    return _declarations(config.hook_names(), config) if used else {}
+    found = _declarations(config.hook_names(), config) if used else {}
+    of_loss = declared_statistics(resolve_policy_loss(config.policy_loss), config)
+    return found if of_loss is None else {config.policy_loss: of_loss, **found}
 
 
 def statistics_of(config: LossConfig, inputs: LossInputs) -> dict[str, Statistics]:
-    """The statistics that the corrections in use declare, of these tokens as the whole batch."""
-    return _statistics_of(list(batch_declarations(config)), config, inputs)
+    """The statistics that loss and corrections declare, of these tokens as the whole batch."""
+    return _collected(batch_declarations(config), config, inputs)
 
 
 def _declarations(paths: Sequence[str], args: Any) -> dict[str, Declaration]:
@@ -232,13 +234,20 @@ def _declarations(paths: Sequence[str], args: Any) -> dict[str, Declaration]:
 def _statistics_of(
     paths: Sequence[str], args: Any, inputs: LossInputs, collect: Any = collect_statistics
 ) -> dict[str, Statistics]:
-    declared, flags = _declarations(paths, args), flags_of(args)
-    if not declared:
-        return {}
+    return _collected(_declarations(paths, args), args, inputs, collect)
+
+
+def _collected(
+    declared: dict[str, Declaration],
+    args: Any,
+    inputs: LossInputs,
+    collect: Any = collect_statistics,
+) -> dict[str, Statistics]:
     with torch.no_grad():
-        log_r = log_ratio(inputs.proximal_log_probs, inputs.require_rollout(), inputs.mask)
-        log_r = log_r[inputs.mask]
-        return {path: collect(found, log_r, flags) for path, found in declared.items()}
+        return {
+            path: collect(found, declared_values(found, inputs), flags_of(args))
+            for path, found in declared.items()
+        }
 
 
 def stage_metrics(

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from plugin.ppo_utils.batch_statistics import Statistics
+from plugin.ppo_utils.batch_statistics import Declaration, Statistics, wants_advantages
+from plugin.ppo_utils.importance_ratio import log_ratio
 from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards
@@ -51,8 +52,8 @@ class LossInputs:
     distill_kl: [T] reverse KL from the teacher over its most likely ids, with gradient, or None
     head: of the distributions that the tokens were drawn from (--score-centering-topk), or None
     loss_masks: the full-response masks, one per sample, as hooks receive them
-    statistics: the batch statistics that hooks declared, by path of the hook; None where only this
-        microbatch is known
+    statistics: the batch statistics that policy loss and hooks declared, by name or path; None
+        where only this microbatch is known
     """
 
     mask: Tensor
@@ -82,6 +83,14 @@ class LossInputs:
     def per_sample(self, values: Tensor) -> list[Tensor]:
         """Split a flat tensor [T] into one tensor per sample."""
         return list(values.split(self.shards.local_lengths))
+
+
+def declared_values(declaration: Declaration, inputs: LossInputs) -> Tensor:
+    """What a declaration looks at: [n] log-ratios of the unmasked tokens, or [2, n] see there."""
+    mask, proximal = inputs.mask, inputs.proximal_log_probs
+    if wants_advantages(declaration):
+        return torch.stack([proximal, inputs.advantages])[:, mask]
+    return log_ratio(proximal, inputs.require_rollout(), mask)[mask]
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,12 @@ def check_loss(config: LossConfig) -> None:
     if config.use_tis or config.get_mismatch_metrics:
         what = f"--custom-tis-function-path {','.join(config.hook_names())} {failed}"
         try_on_example(what, hook_chain, config)
-        declared = ", ".join(batch_declarations(config))
-        expect(
-            not declared or config.train_log_probs == "recompute",
-            f"{declared} needs the trainer's log-probs of the whole batch before the training "
-            f"pass, and --train-log-probs {config.train_log_probs} has none; use --train-log-probs "
-            "recompute",
-        )
+    declared = ", ".join(batch_declarations(config))
+    expect(
+        not declared or config.train_log_probs == "recompute",
+        f"{declared} needs the trainer's log-probs of the whole batch before the training pass, "
+        f"and --train-log-probs {config.train_log_probs} has none; use --train-log-probs recompute",
+    )
 
 
 def compute_loss(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
-from plugin.config.other_frameworks import loss_config_of
+from plugin.config.other_frameworks import loss_config_of, pg_loss_type
 from plugin.errors import BatchError, ConfigError
 from plugin.logprobs.vocab_parallel import at_rows, log_probs_of_ids
 from plugin.logprobs.vocab_shards import group_size
@@ -43,7 +43,7 @@ def policy_loss_function(
     """
     config = loss_config_of(args)
     config.require_rollout_log_probs(batch.get("rollout_log_probs") is not None)
-    if getattr(args, "pg_loss_type", None) == "reinforce" and getattr(args, "use_tis", False):
+    if pg_loss_type(args) == "reinforce" and getattr(args, "use_tis", False):
         # As in slime: where no ratio to the old policy is left, TIS weights the current policy.
         batch = {**batch, "log_probs": None}
     shards = batch_shards(batch, logits.device)

@@ -21,7 +21,7 @@ from torch import Tensor
 from plugin.config import LossConfig
 from plugin.config.import_paths import load_called_with
 from plugin.errors import HookLoadError
-from plugin.loss.interfaces import LossInputs, PolicyTerm, example_inputs
+from plugin.loss.interfaces import LossInputs, PolicyTerm, declared_values, example_inputs
 from plugin.loss.rollout_losses import (
     dppo,
     dppo_kl,
@@ -34,7 +34,22 @@ from plugin.loss.rollout_losses import (
     topr,
     vespo,
 )
+from plugin.ppo_utils.batch_statistics import (
+    Declaration,
+    Statistics,
+    batch_statistics,
+    microbatch_statistics,
+)
 from plugin.ppo_utils.correction_interface import token_separable
+from plugin.ppo_utils.covariance import (
+    among_largest,
+    clip_cov_chance,
+    clip_cov_rounds,
+    covariances,
+    hashed_uniform,
+    inside_cov_band,
+    kl_cov_rounds,
+)
 from plugin.ppo_utils.importance_ratio import (
     clipped_ratio,
     geometric_log_ratio,
@@ -81,6 +96,57 @@ def gmpo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     clipped = torch.where(inputs.advantages >= 0, rising, log_r.clamp(min=-config.eps_clip))
     loss = -safe_exp(_sequence_mean(clipped, inputs)) * inputs.advantages
     return PolicyTerm(loss, inputs.mask, {"pg_clipfrac": (clipped != log_r).float()})
+
+
+@token_separable
+@batch_statistics(clip_cov_rounds)
+def clip_cov(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    """PPO without a few of the tokens that lower the entropy most: those of large covariance.
+
+    loss = PPO's, 0 for clip_cov_ratio of the batch's tokens, drawn from those with clip_cov_low <
+    cov < clip_cov_high; cov = (A - mean A) (proximal - mean proximal), means over the batch
+    Flags: --clip-cov-ratio 2e-4, --clip-cov-low 1.0, --clip-cov-high 5.0, --eps-clip 0.2,
+        --eps-clip-high (= eps-clip). A token that PPO has clipped is not dropped. The draw is a
+        hash of the token's numbers; verl draws anew and takes the current log-probs.
+    Reference: Cui et al. 2025 (Clip-Cov), arXiv 2505.22617; as in verl.
+    """
+    term = _clipped_surrogate(_cur_over_proximal(inputs), inputs, config)
+    known = _batch_statistics("clip_cov", clip_cov_rounds, inputs, config)
+    covariance = covariances(inputs.proximal_log_probs, inputs.advantages, known[0])
+    drawn = hashed_uniform(inputs.proximal_log_probs, inputs.advantages)
+    drawn = inside_cov_band(covariance, config) & (drawn < clip_cov_chance(known, config))
+    dropped = inputs.mask & drawn & (term.metrics["pg_clipfrac"] == 0)
+    metrics = term.metrics | {
+        "is_masked": dropped.float(),
+        "covariance": torch.where(inputs.mask, covariance, 0.0),
+    }
+    loss = torch.where(dropped, 0.0, term.loss)
+    return PolicyTerm(loss, inputs.mask & ~dropped, metrics)
+
+
+@token_separable
+@batch_statistics(kl_cov_rounds)
+def kl_cov(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    """No clip, and a pull to the old policy on the tokens that lower the entropy most.
+
+    loss = -r A, plus kl_cov_coef |cur - proximal| for the kl_cov_ratio of the batch's tokens with
+    the largest cov = (A - mean A) (proximal - mean proximal); r = exp(cur - proximal)
+    Flags: --kl-cov-ratio 2e-4, --kl-cov-coef 1.0. At least one token, equal ones together. On the
+        first update on a rollout the pull has no gradient. verl takes the current log-probs.
+    Reference: Cui et al. 2025 (KL-Cov), arXiv 2505.22617; as in verl.
+    """
+    log_r = _cur_over_proximal(inputs)
+    known = _batch_statistics("kl_cov", kl_cov_rounds, inputs, config)
+    covariance = covariances(inputs.proximal_log_probs, inputs.advantages, known[0])
+    pulled = inputs.mask & among_largest(covariance, known, config)
+    metrics = {
+        "pg_clipfrac": torch.zeros_like(log_r),
+        "kl_cov_pulled": pulled.float(),
+        "covariance": torch.where(inputs.mask, covariance, 0.0),
+    }
+    pull = torch.where(pulled, config.kl_cov_coef * log_r.abs(), 0.0)
+    loss = -safe_exp(log_r) * inputs.advantages
+    return PolicyTerm(loss, inputs.mask, metrics, penalty=pull)
 
 
 @token_separable
@@ -131,6 +197,17 @@ def sapo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     return PolicyTerm(-gate * inputs.advantages, inputs.mask, {"pg_clipfrac": closed.float()})
 
 
+def _batch_statistics(
+    name: str, declaration: Declaration, inputs: LossInputs, config: LossConfig
+) -> Statistics:
+    """What a loss declared of the whole batch; of this microbatch where only that is known."""
+    if inputs.statistics is not None and name in inputs.statistics:
+        return inputs.statistics[name]
+    with torch.no_grad():
+        values, group = declared_values(declaration, inputs), inputs.shards.context.cp_group
+        return microbatch_statistics(declaration, values, config, group)
+
+
 def _sequence_mean(token_log_r: Tensor, inputs: LossInputs) -> Tensor:
     """[T]: the mean over the sequence as a value, the token's own as a gradient.
 
@@ -167,7 +244,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     function.__name__: function
     for function in (
         *(ppo, reinforce, cispo, gspo, icepop, dppo_tv, dppo, ipo_kl, sapo),
-        *(dppo_kl, vespo, topr, dro, minpro, gmpo, ipo_tv),
+        *(dppo_kl, vespo, topr, dro, minpro, gmpo, ipo_tv, clip_cov, kl_cov),
     )
 }
 

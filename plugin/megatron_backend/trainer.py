@@ -105,6 +105,11 @@ class MegatronTrainer(RankModel):
         finally:
             self.recorded_routes = recorded
 
+    def set_entropy_coef(self, value: float) -> None:
+        """Use `value` from the next step on."""
+        if value != self.config.entropy_coef:
+            self.config = replace(self.config, entropy_coef=value)
+
     def train_step(
         self,
         batch: RolloutBatch | BatchShare,

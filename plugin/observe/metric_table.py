@@ -105,6 +105,7 @@ SECTIONS: tuple[Section, ...] = (
             _bookkeeping("epoch", "passes over --prompt-data, dropped rows included"),
             _bookkeeping("weight_version", "version of the trainer's weights before the step"),
             _bookkeeping("lr", "learning rate of the step"),
+            _bookkeeping("entropy_coef", "entropy bonus of the step (--entropy-target)"),
             _bookkeeping("skipped", "1 if the step changed nothing (bad gradient), else 0"),
             _bookkeeping("engine_restarts", "rollout engines replaced so far"),
             _bookkeeping("rollout_engines", "rollout engines that are there, or about to be"),
@@ -131,6 +132,12 @@ SECTIONS: tuple[Section, ...] = (
             _bookkeeping("seconds_evaluating", "all sets of an evaluation", "s"),
             _bookkeeping("weight_sync", "weight transport, by name"),
             Metric("weight_sync_bytes", "bytes of the newest weights as they were sent", "bytes"),
+            _share(
+                "weight_changed_share",
+                "elements that differ from the version before in the engine's dtype; of a version "
+                "that was sent as a delta (`--weight-sync delta`)",
+                "elements of the model",
+            ),
             _bookkeeping(
                 "weight_repairs",
                 "how often an engine got a version again, because its checksums differed",
@@ -217,6 +224,8 @@ SECTIONS: tuple[Section, ...] = (
             _tokens("is_masked", "tokens dropped by loss or correction", "share"),
             _tokens("is_masked_high", "tokens dropped above the band", "share"),
             _tokens("is_masked_low", "tokens dropped below the band", "share"),
+            _tokens("covariance", "(A − mean A)(log π − mean log π), clip_cov and kl_cov", "nats"),
+            _tokens("kl_cov_pulled", "tokens pulled to the old policy (kl_cov)", "share"),
             _tokens("cispo/ratio_clamped_mean", "weight after clipping"),
             Metric("cispo/ratio_max", "largest π_cur / π_train"),
             Metric("cispo/ratio_min", "smallest π_cur / π_train"),

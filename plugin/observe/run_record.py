@@ -27,6 +27,7 @@ class RunRecord:
         the records after that checkpoint are dropped
     evaluations: in order, with the step that each was made after; 0 = before the first
     problems: what could not be read, with file and line
+    settings_unreadable: whether there is a config.yaml that could not be read
     """
 
     name: str
@@ -36,6 +37,7 @@ class RunRecord:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     findings: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    settings_unreadable: bool = False
 
     def job_config(self) -> JobConfig | None:
         """The settings as a configuration; None if they are missing or from a different version.
@@ -75,7 +77,9 @@ def read_run(run_dir: str | Path) -> RunRecord:
     record.evaluations = [line for line in course if _is_evaluation(line)]
     if findings.exists():
         record.findings = list(_read_lines(findings, record.problems))
-    record.config = _read_config(path / "config.yaml", record.problems)
+    settings, problems = path / "config.yaml", len(record.problems)
+    record.config = _read_config(settings, record.problems)
+    record.settings_unreadable = settings.exists() and len(record.problems) > problems
     return record
 
 
@@ -175,8 +179,11 @@ def _read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
         if line.value is None:
             problems.append(f"{path}: line {line.number} is skipped: {line.problem}")
             continue
+        # One string per name, not per line: most of what a long history would hold.
         yield {
-            key: float(value) if value in ("nan", "inf", "-inf") else _within_floats(value)
+            sys.intern(key): float(value)
+            if value in ("nan", "inf", "-inf")
+            else _within_floats(value)
             for key, value in line.value.items()
         }
 
@@ -203,6 +210,7 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
         )
         return {}
     if not isinstance(loaded, dict):
+        problems.append(f"{path}: not readable (no mapping); the report shows no settings")
         return {}
     return {
         key: without_credentials(value) if isinstance(value, str) else value

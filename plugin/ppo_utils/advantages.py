@@ -103,6 +103,32 @@ def maxrl_advantages(rewards: Tensor, group_index: Tensor, *, epsilon: float = 1
     return (centered / (mean + epsilon)).to(_result_dtype(rewards))
 
 
+def gdpo_advantages(
+    rewards: Tensor,
+    group_index: Tensor,
+    weights: Sequence[float],
+    *,
+    std_normalization: bool = True,
+    epsilon: float = 1e-6,
+) -> Tensor:
+    """Sum over k of weights[k] times GRPO's advantage for reward k alone, whitened over all N [N].
+
+    rewards: [N, K]. So a reward of small spread counts as much as one of large spread, and
+    responses that earn equal sums in different ways differ (GDPO, arXiv 2601.05242). Where all sums
+    are equal, they are 0.
+    """
+    total = rewards.new_zeros(len(rewards), dtype=torch.float64)
+    for weight, reward in zip(weights, rewards.double().T, strict=True):
+        total += weight * grpo_advantages(
+            reward, group_index, std_normalization=std_normalization, epsilon=epsilon
+        )
+    centered = total - total.mean()
+    scale = centered.square().sum().div(max(len(rewards) - 1, 1)).sqrt()
+    # What rounding leaves of equal sums is no spread.
+    spread = scale > 1e-9 * total.abs().max() if len(rewards) else scale > 0
+    return torch.where(spread, centered / (scale + epsilon), 0.0).to(_result_dtype(rewards))
+
+
 def best_of_group_advantages(
     rewards: Tensor, group_index: Tensor, *, std_normalization: bool = True, epsilon: float = 1e-6
 ) -> Tensor:
@@ -196,7 +222,8 @@ def gae_advantages(
     return steps.spread(step_advantages, dtype), steps.spread(step_advantages + step_values, dtype)
 
 
-#: The estimators of `--advantage-estimator` that need no value model, see `ESTIMATOR_TRAITS`.
+#: The estimators of `--advantage-estimator` that need one reward per response and no value model,
+#: see `ESTIMATOR_TRAITS`.
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": lambda rewards, groups, masks, config: spread_over_tokens(
         grpo_advantages(rewards, groups, std_normalization=config.grpo_std_normalization), masks

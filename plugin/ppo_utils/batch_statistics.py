@@ -11,7 +11,8 @@ known: what the earlier rounds found, each summed over all ranks, on the CPU; em
 returns: what to sum over all ranks in this round, of one shape on every rank; None: enough is known
 
 Whether it returns None may depend on `config` and `known` alone, which all ranks share. The sums
-then arrive at the correction as `batch_statistics`.
+then arrive at the correction as `batch_statistics`. A declaration marked `@of_advantages` gets
+[2, n] instead: log-probs of the old policy, and advantages.
 
 The built-in declarations follow: thresholds that depend on all tokens of a batch, found in rounds
 of sums over ranks. No token is gathered and nothing is sorted over ranks: a round adds up a small
@@ -62,12 +63,24 @@ def batch_statistics(declaration: Declaration) -> Callable[[Function], Function]
     return declare
 
 
+def of_advantages(declaration: Declaration) -> Declaration:
+    """Mark a declaration that looks at log-probs and advantages [2, n] instead of log-ratios."""
+    declaration.of_advantages = True  # type: ignore[attr-defined]
+    return declaration
+
+
+def wants_advantages(declaration: Declaration) -> bool:
+    """Whether a declaration is marked `@of_advantages`."""
+    return getattr(declaration, "of_advantages", False)
+
+
 def declared_statistics(function: Callable[..., Any], config: Any) -> Declaration | None:
     """What `function` declares, if it needs anything with these flags."""
     declaration: Declaration | None = getattr(function, "batch_statistics", None)
-    if declaration is None or declaration(torch.zeros(0), config, ()) is None:
+    if declaration is None:
         return None
-    return declaration
+    nothing = torch.zeros((2, 0) if wants_advantages(declaration) else 0)
+    return None if declaration(nothing, config, ()) is None else declaration
 
 
 def collect_statistics(
@@ -106,7 +119,8 @@ def microbatch_statistics(
 @functools.cache
 def _warn_of_microbatches() -> None:
     warnings.warn(
-        "a correction with a threshold over the whole batch is called microbatch by microbatch: "
+        "a loss or correction with a threshold over the whole batch is called microbatch by "
+        "microbatch: "
         "the threshold is each microbatch's own and depends on the cut. Train with megatron-tis or "
         "MegatronTrainer for the whole batch's.",
         stacklevel=4,

@@ -62,17 +62,14 @@ class RewardSet:
     @classmethod
     def of(cls, config: JobConfig) -> RewardSet:
         """The rewards that the flags name; `exact` if they name none and one is needed."""
-        texts = config.reward
-        if config.reward_function_path is not None:
-            texts = (*texts, config.reward_function_path)
+        specs = config.reward_specs
         constants = {
             "max_response_length": config.max_response_length,
             "timeout": config.reward_timeout,
             "url": config.reward_url,
         }
-        if not texts and estimator_traits(config.advantage_estimator).rewards:
-            texts = ("exact",)
-        specs = parse_rewards(texts)
+        if not specs and estimator_traits(config.advantage_estimator).rewards:
+            specs = parse_rewards(("exact",))
         if any(spec.reward == "code_tests" for spec in specs):
             # Decided here: no worker falls back to less than what is said at the start.
             constants["isolation"] = strongest_isolation()

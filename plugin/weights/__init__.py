@@ -1,8 +1,8 @@
 """Weight transports, one module each with sender and receiver side by side.
 
 group: what the members of a transfer have in common; broadcast (over lanes, as manifests say), ipc:
-from rank to worker; announced: to servers; buckets: through the object store; directory: on a disk
-that servers share.
+from rank to worker; delta: what has changed, in place of tensors; announced: to servers; buckets:
+through the object store; directory: on a disk that servers share.
 """
 
 from plugin.weights.announced import ServerSender

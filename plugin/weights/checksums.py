@@ -41,6 +41,20 @@ def _bits(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.masked_fill(is_zero, 0.0).view(_INTEGERS[dtype.itemsize]).to(torch.int64)
 
 
+def bit_checksum(tensor: Tensor) -> int:
+    """As `checksum`, of a tensor's bytes in words of 8, in whatever dtype: of every bit."""
+    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=raw.device)
+    factors = 2 * torch.arange(min(_CHUNK, -(-raw.numel() // 8)), device=raw.device) + 1
+    for start in range(0, raw.numel(), 8 * _CHUNK):
+        part = raw[start : start + 8 * _CHUNK]
+        if part.numel() % 8 or part.storage_offset() % 8:
+            part = torch.cat([part, part.new_zeros(-part.numel() % 8)])
+        words = part.view(torch.int64)
+        total += (words * factors[: len(words)]).sum() + 2 * (start // 8) * words.sum()
+    return int(total)
+
+
 def partial_checksum(
     values: Tensor, dtype: torch.dtype, *, row: int, column: int, columns: int
 ) -> int:

@@ -194,7 +194,7 @@ def _watch_for_abort(group: WeightGroup, store: dist.TCPStore, waits: Waits) -> 
     while not waits.have_ended:
         try:
             store.wait([key], _WATCH)
-            waits.end(f"the transfer was called off: {store.get(key).decode()}")
+            waits.end(f"the transfer was aborted: {store.get(key).decode()}")
         except dist.DistStoreError:  # nothing happened for so long
             continue
         except (dist.DistError, RuntimeError) as error:

@@ -43,6 +43,12 @@ PROBLEMS: dict[str, dict[str, Any]] = {
         rejection_rules="segment_k2=:0.02",
     ),
     "own": chain(f"{OWN}centered"),
+    "clip_cov": {
+        "policy_loss": "clip_cov", "clip_cov_low": 0.0, "clip_cov_high": 50.0, "clip_cov_ratio": 0.2,
+    },
+    "kl_cov and m2po": chain(
+        "m2po", policy_loss="kl_cov", kl_cov_ratio=0.2, kl_cov_coef=0.5, m2po_threshold=0.02
+    ),
 }  # fmt: skip
 
 
@@ -73,6 +79,8 @@ def test_a_threshold_over_the_whole_batch_does_not_depend_on_the_layout(
     metrics = {name: outcome.steps[0].metrics for name, outcome in outcomes.items()}
     for name in ("m2po", "m2po of kept tokens", "kpop and segments"):
         assert 0 < metrics[name]["is_masked"] < 1, name
+    assert 0 < metrics["clip_cov"]["is_masked"] < 1
+    assert 0.1 < metrics["kl_cov and m2po"]["kl_cov_pulled"] < 0.3
     assert 0 < metrics["icepop and turns"]["rejected_by_segment_k2"] < 1
     # The rest of the mean is that of the whole batch, which no microbatch knows.
     assert 1 < metrics["automatic clip"]["tis_clip_found"] < 10

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from plugin.errors import ConfigError
 from plugin.megatron_backend.hf_weights.export import export_hf_weights, export_own_part
 from plugin.megatron_backend.lora.targets import check_lora
 from plugin.megatron_backend.model.families import FAMILIES
-from plugin.megatron_backend.model.family_layers import layer_spec
 from plugin.megatron_backend.model.layout_rules import check_model
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.router_replay import RouterReplaySession
@@ -318,8 +316,8 @@ def test_what_the_gated_delta_rule_cannot_do_is_refused() -> None:
         check_model(config, TrainerConfig(context_parallel_size=2))
     with pytest.raises(ConfigError, match="--lora-rank 4 with qwen3_next"):
         check_lora(config, TrainerConfig(lora_rank=4))
-    with pytest.raises(ConfigError, match="use --transformer-impl local"):
-        layer_spec(config, SimpleNamespace(linear_attention_freq=[1]), None, None, True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="use --transformer-impl auto or local"):
+        check_model(config, TrainerConfig(transformer_impl="transformer_engine"))
     with pytest.raises(ConfigError, match="use vllm, http, sglang, vllm_server"):
         check_engine_model(JobConfig(), config.to_dict())
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plugin.loss.policy_losses import POLICY_LOSSES
+from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel import tiny_models
 from tests.parallel.training_jobs import (
     Case,
@@ -16,6 +17,7 @@ from tests.parallel.training_jobs import (
     RunRanks,
     Start,
     differences,
+    new_trainer,
     run_cases,
 )
 
@@ -70,6 +72,14 @@ LOSSES: dict[str, dict[str, Any]] = {
     "minpro": {"eps_clip_high": 0.1},
     "gmpo": {"eps_clip": 0.05, "eps_clip_high": 0.1, "use_tis": True, "tis_batch_normalize": True},
     "ipo_tv": {"ipo_threshold": 0.005, "kl_tau": 0.1, "positive_nll_coef": 0.1},
+    "clip_cov": {
+        "clip_cov_low": 0.0,
+        "clip_cov_high": 50.0,
+        "clip_cov_ratio": 0.2,
+        "use_tis": True,
+        "tis_clip": 1.2,
+    },
+    "kl_cov": {"kl_cov_ratio": 0.2, "kl_cov_coef": 0.5, "entropy_coef": 0.02},
     "sapo": {
         "use_tis": True,
         "custom_tis_function_path": f"{HOOK}icepop_function,{HOOK}geometric_mask_function",
@@ -117,8 +127,21 @@ def test_every_policy_loss_gives_the_step_of_one_process(
     # Something is cut off by every loss that can, or its bounds were never tried.
     for name, outcome in outcomes.items():
         metrics = outcome.steps[0].metrics
-        cut = max(metrics.get(key, 0.0) for key in ("pg_clipfrac", "is_masked"))
+        keys = ("pg_clipfrac", "is_masked", "kl_cov_pulled")
+        cut = max(metrics.get(key, 0.0) for key in keys)
         assert name in ("reinforce", "sapo", "vespo", "dro") or cut > 0, name
+
+
+def _with_an_entropy_bonus(groups: ParallelGroups, start: Start) -> list[dict[str, float]]:
+    """A step whose bonus was set before it, and one whose configuration has it."""
+    later, from_start = (new_trainer(groups, start, s) for s in ({}, {"entropy_coef": 0.3}))
+    later.set_entropy_coef(0.3)
+    return [trainer.train_step(start.batch_of(Case())).metrics for trainer in (later, from_start)]
+
+
+def test_an_entropy_bonus_that_is_set_between_steps_acts_on_the_next(run_ranks: RunRanks) -> None:
+    [(later, from_start)] = run_ranks(_with_an_entropy_bonus, 1, Start.of("qwen3"))
+    assert later == from_start and later["loss"] != later["pg_loss"]
 
 
 # --- An independent check: transformers and plain autograd, no code of this package between tokens and gradient. ---

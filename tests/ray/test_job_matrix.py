@@ -27,7 +27,7 @@ from plugin.config.loss.loss_config import ESTIMATOR_TRAITS
 from plugin.config.loss.policy_loss import traits_of
 from plugin.controller.job import run_job
 from plugin.loss import POLICY_LOSSES
-from plugin.observe.run_record import read_samples
+from plugin.observe.run_record import read_run, read_samples
 from plugin.tools.compare.correction_catalog import correction_functions
 from tests.ray.small_jobs import SIZES, run_small
 from tests.ray.tokenizer_files import save_character_tokenizer
@@ -35,8 +35,10 @@ from tests.ray.tokenizer_files import save_character_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 #: Estimators that a job can use by themselves: a value model has `test_critic_jobs.py`, a teacher without rewards
-#: `test_distillation_jobs.py`.
-ESTIMATORS = [name for name, t in ESTIMATOR_TRAITS.items() if t.rewards and not t.values]
+#: `test_distillation_jobs.py`; several rewards are at the end of this file's job with a table.
+ESTIMATORS = [
+    name for name, t in ESTIMATOR_TRAITS.items() if t.rewards and not (t.values or t.parts)
+]
 
 
 def side_by_side(first: Iterable[str], second: Iterable[str]) -> list[tuple[str, str]]:
@@ -76,6 +78,24 @@ def test_every_policy_loss_runs_in_an_asynchronous_job(
         async_rollouts=True,
         rollout_quantization="int8",
     )
+
+
+def test_a_held_entropy_moves_the_bonus_and_a_resumed_job_goes_on_with_it(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    # No entropy of this vocabulary reaches 100 nats: the bonus grows to its bound.
+    held = {"num_nodes": 1, "save_interval": 2, "entropy_target": 100.0, "entropy_coef_step": 0.002}
+    run_small(two_nodes, tmp_path / "whole", **held, num_rollouts=4)
+    run_small(two_nodes, tmp_path / "parts", **held, num_rollouts=2)
+    run_small(two_nodes, tmp_path / "parts", **held, num_rollouts=4, resume=True)
+    whole, parts = (read_run(tmp_path / name).steps for name in ("whole", "parts"))
+    assert [line["entropy_coef"] for line in whole] == pytest.approx([0.0, 0.002, 0.004, 0.005])
+    for name in ("entropy_coef", "loss", "grad_norm", "entropy_loss"):
+        assert [line[name] for line in parts] == [line[name] for line in whole], name
+    run_small(two_nodes, tmp_path / "plain", num_nodes=1, num_rollouts=2)
+    plain = read_run(tmp_path / "plain").steps
+    assert plain[0]["grad_norm"] == whole[0]["grad_norm"]
+    assert plain[1]["grad_norm"] != whole[1]["grad_norm"] and "entropy_coef" not in plain[1]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +177,7 @@ def test_a_saved_model_is_trained_further_on_a_table_with_rewards_and_a_teacher(
             "teacher_hf_checkpoint": str(model),
             "teacher_tau": 0.5,
             "policy_loss": "dppo_tv",
+            "advantage_estimator": "gdpo",
         }
     )
     history = run_job(config).history
@@ -322,7 +343,9 @@ def _wait_until_healthy(url: str, head: subprocess.Popen[bytes]) -> None:
     raise AssertionError(f"{url} is not healthy after 180 s: {trouble}")
 
 
-def test_a_private_ray_leaves_the_port_of_ray_agents_to_others() -> None:
+def test_a_private_ray_leaves_the_port_of_ray_agents_to_others_and_keeps_no_event_of_calls() -> (
+    None
+):
     """Whoever runs `ray start --head` beside a job needs it for `ray job submit`."""
     script = (
         "from plugin.config import JobConfig\n"
@@ -331,7 +354,12 @@ def test_a_private_ray_leaves_the_port_of_ray_agents_to_others() -> None:
         "    connected()\n"
         "    import ray._private.worker\n"
         "    print('port', ray._private.worker._global_node.dashboard_agent_listen_port)\n"
+        "    import psutil\n"
+        "    for child in psutil.Process().children(recursive=True):\n"
+        "        if child.name() == 'gcs_server':\n"
+        "            print('events', child.environ()['RAY_task_events_report_interval_ms'])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     [port] = [int(s.split()[1]) for s in done.stdout.splitlines() if s.startswith("port ")]
     assert port > 0 and port != DEFAULT_DASHBOARD_AGENT_LISTEN_PORT, done.stdout + done.stderr
+    assert "events 0" in done.stdout.splitlines(), done.stdout + done.stderr

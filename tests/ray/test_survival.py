@@ -84,8 +84,13 @@ def test_weights_by_broadcast_and_through_the_object_store_train_alike(
         assert [s[name] for s in stored.history] == [s[name] for s in unbroken.history[:4]], name
 
 
-def test_an_engine_killed_during_a_broadcast_is_replaced_and_gets_it_again(
-    two_nodes: str, unbroken: JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("transport", ["broadcast", "delta"])
+def test_an_engine_killed_during_a_transfer_is_replaced_and_gets_it_again(
+    two_nodes: str,
+    unbroken: JobResult,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    transport: str,
 ) -> None:
     transfer, transfers = WeightSync._transfer, []
 
@@ -98,11 +103,35 @@ def test_an_engine_killed_during_a_broadcast_is_replaced_and_gets_it_again(
         return transfer(*arguments)
 
     monkeypatch.setattr(WeightSync, "_transfer", third_one_is_lost)
-    result = run_small(two_nodes, tmp_path / "run", **RESUMABLE | {"num_rollouts": 4})
+    settings = RESUMABLE | {"num_rollouts": 4, "weight_sync": transport}
+    result = run_small(two_nodes, tmp_path / "run", **settings)
     assert len(transfers) == 6  # five versions, one of them twice
     last = result.history[-1]
     assert last["engine_restarts"] == 1 and last["trainer_restarts"] == 0
     assert [s["loss"] for s in result.history] == [s["loss"] for s in unbroken.history[:4]]
+    # The third version was to be a delta; after the loss it came in full.
+    shares = ["weight_changed_share" in step for step in result.history]
+    assert shares == {"broadcast": [False] * 4, "delta": [False, True, False, True]}[transport]
+
+
+@pytest.mark.slow
+def test_a_job_with_deltas_repeats_the_one_without_through_kills(
+    two_nodes: str, unbroken: JobResult, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with (
+        AfterSteps(run_dir, 2, lambda: kill_one("EngineActor")) as engine,
+        AfterSteps(run_dir, 5, lambda: kill_one("TrainerRank")) as rank,
+    ):
+        settings = {"weight_sync": "delta", "full_weights_every": 4, "verify_weights": "every:1"}
+        result = run_small(two_nodes, run_dir, **RESUMABLE, **settings)
+    assert engine.done and rank.done
+    assert result.history[-1]["engine_restarts"] == result.history[-1]["trainer_restarts"] == 1
+    assert result.history[-1]["weight_repairs"] == 0
+    assert 3 <= sum("weight_changed_share" in step for step in result.history) <= 8
+    assert trained_prompts(run_dir) == trained_prompts(unbroken.run_dir)
+    for name in ("loss", "grad_norm", "reward"):
+        assert [s[name] for s in result.history] == [s[name] for s in unbroken.history]
 
 
 @pytest.mark.slow
@@ -409,6 +438,43 @@ def _node_with_engine(nodes: list[Any]) -> Any:
         if workers("EngineActor", raylet) or workers("TrainerRank", raylet):
             return node
     raise AssertionError("the actors are all on the first node")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # of these it waits --load-timeout for an engine that has no node
+def test_routes_that_are_lost_with_a_node_cost_one_restart_of_the_trainer(tmp_path: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster, run_dir = Cluster(), tmp_path / "run"
+    # Routes of short responses would be kept by the driver, not by the engine's node.
+    cluster.add_node(
+        num_cpus=2, include_dashboard=False, _system_config={"max_direct_call_object_size": 100}
+    )
+    extra = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    try:
+        with AfterSteps(run_dir, 4, lambda: cluster.remove_node(extra)) as leave:
+            result = run_small(
+                cluster.address,
+                run_dir,
+                num_nodes=1,
+                num_rollouts=12,
+                num_rollout_engines=2,
+                save_interval=3,
+                embedded_model="qwen3_moe",
+                use_rollout_routing_replay="ids",
+                async_rollouts=True,
+                max_weight_staleness=3,
+                use_tis=True,
+            )
+        assert leave.done
+    finally:
+        cluster.shutdown()
+    last, trained = result.history[-1], trained_prompts(run_dir)
+    assert last["trainer_restarts"] <= 1
+    assert len(set(trained)) == len(trained) == last["prompts_trained"] == 12 * 4
+    dropped = sum(last[f"dropped_{cause}"] for cause in ("stale", "failed", "uniform"))
+    assert last["prompts_issued"] == 12 * 4 + dropped + last["prompts_under_way"]
 
 
 @pytest.mark.slow

@@ -63,6 +63,7 @@ HEALTHY: list[tuple[dict[str, Any], int]] = [
     # Also before the evaluation after the last one.
     ({"weight_sync": "object-store", "verify_weights": "every:1", "eval_data": "held:4"}, 4),
     ({"colocate": True, "verify_weights": "every:1"}, 3),
+    ({"weight_sync": "delta", "verify_weights": "every:1"}, 3),
     ({"async_rollouts": True, "use_tis": True, "partial_rollouts": True}, 1),
     ({"num_rollout_engines": 2, "rollout_dtype": "bfloat16", "verify_weights": "every:2"}, 4),
     ({"rollout_quantization": "int8"}, 1),

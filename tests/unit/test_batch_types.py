@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -282,6 +283,12 @@ def test_half_precision_log_probs_pass_the_check() -> None:
 def test_a_sample_without_a_response_is_fine() -> None:
     empty = sample(response_length=0, loss_mask=torch.zeros(0), rollout_log_probs=torch.zeros(0))
     assert len(RolloutBatch.from_samples([empty, sample()])) == 2
+    # Nor is a rank's share of such samples alone, with ids per token.
+    none = Ragged(torch.zeros(0, dtype=torch.int32), [])
+    alone = RolloutBatch.from_samples([replace(empty, sampling_mask=none)])
+    for name, column in HEAD.items():
+        alone = alone.with_column(name, [column[:0]])
+    alone.check(vocabulary=12)
 
 
 def test_a_padding_microbatch_has_every_field_of_the_table() -> None:
@@ -314,3 +321,12 @@ def test_a_padding_microbatch_contributes_nothing() -> None:
 def test_a_real_sample_that_is_fully_masked_is_not_padding() -> None:
     batch = RolloutBatch.from_samples([sample(loss_mask=torch.zeros(3))])
     assert not Microbatch(batch).is_padding
+
+
+def test_what_is_reduced_over_each_tensor_knows_empty_ones() -> None:
+    column = Ragged(torch.tensor([3, 1, 2, 5]), [0, 2, 0, 1, 1, 0])
+    assert column.reduced(np.minimum, 9).tolist() == [9, 1, 9, 2, 5, 9]
+    assert column.reduced(np.add, 0).tolist() == [0, 4, 0, 2, 5, 0]
+    # Of booleans the number, not whether there is any; of none nothing.
+    assert column.like(column.values > 1).reduced(np.add, 0).tolist() == [0, 1, 0, 1, 1, 0]
+    assert Ragged(torch.zeros(0, dtype=torch.int64), []).reduced(np.add, 0).tolist() == []

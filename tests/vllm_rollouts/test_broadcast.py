@@ -190,6 +190,7 @@ def test_a_job_over_two_workers_is_the_same_whichever_way_its_weights_take(tmp_p
     flags += ("--pipeline-model-parallel-size", "2", "--vllm-args", "block_size=32")
     ways = {
         "broadcast": (),
+        "delta": ("--weight-sync", "delta"),
         "object-store": ("--weight-sync", "object-store"),
         "ipc": ("--colocate",),
     }
@@ -201,4 +202,5 @@ def test_a_job_over_two_workers_is_the_same_whichever_way_its_weights_take(tmp_p
         assert all(line["mismatch_kl"] < 1e-6 for line in lines)
     for name in ("loss", "mismatch_kl", "reward"):
         values = [[line[name] for line in lines] for lines in found.values()]
-        assert values[0] == values[1] == values[2], name
+        assert all(other == values[0] for other in values), name
+    assert all("weight_changed_share" in line for line in found["delta"][1:])

@@ -271,8 +271,8 @@ class CorrectionFlags(FlagGroup):
     )
     score_centering_topk: int = flag(
         0,
-        "score centering: subtract the mean of the weighted score under the policy that sampled, "
-        "over so many of its likeliest ids, which engines then report; 0 = off",
+        "score centering: subtract the mean of the weighted score under the sampling policy, taken "
+        "over this many of its most likely ids, which engines then report; 0 = off",
         at_least=0,
     )
     get_mismatch_metrics: bool = flag(False, "report train/rollout mismatch without correcting it")

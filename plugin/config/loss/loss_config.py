@@ -29,11 +29,13 @@ class EstimatorTraits:
     group: several responses per prompt, because its baseline is the group's
     values: the predictions of a value model
     rewards: whether it uses any
+    parts: every reward of a response by itself, not only their sum
     """
 
     group: bool = False
     values: bool = False
     rewards: bool = True
+    parts: bool = False
 
 
 #: The built-in estimators; their functions are in `plugin.ppo_utils.advantages`.
@@ -46,8 +48,22 @@ ESTIMATOR_TRAITS: dict[str, EstimatorTraits] = {
     "reinforce_plus_plus_baseline": EstimatorTraits(group=True),
     "maxrl": EstimatorTraits(group=True),
     "best_of_group": EstimatorTraits(group=True),
+    "gdpo": EstimatorTraits(group=True, parts=True),
     "gae": EstimatorTraits(values=True),
     "none": EstimatorTraits(rewards=False),
+}
+
+
+#: Estimators of other frameworks: what they would need here, and what to use.
+_NOT_OFFERED = {
+    "remax": "its baseline is the reward of a greedy response to every prompt, which is generated, "
+    "scored and not trained on; engines here sample all responses of a prompt alike. Use rloo, "
+    "whose baseline is the other responses",
+    "rae": "its baseline is a moving average of the rewards of each role in a game, and "
+    "environments here have one role. Use rloo or reinforce_plus_plus_baseline",
+    "optimal_token_baseline": "its baseline weighs responses by the sum of squared probabilities "
+    "over the vocabulary at every token, which no pass reports. Use opo, its form for gradients of "
+    "equal size",
 }
 
 
@@ -144,12 +160,13 @@ class AdvantageFlags(FlagGroup):
         "grpo",
         "how rewards become advantages; none = learn from a teacher only",
         names=ESTIMATOR_TRAITS,
+        not_offered=_NOT_OFFERED,
         path=absolute_code,
     )
     grpo_std_normalization: bool = flag(
         True,
-        "grpo, best_of_group: divide by the group's standard deviation",
-        needs=needs_estimator("grpo", "best_of_group"),
+        "grpo, best_of_group, gdpo: divide by the group's standard deviation",
+        needs=needs_estimator("grpo", "best_of_group", "gdpo"),
     )
     rloo_std: Literal["none", "group", "others", "batch"] = flag(
         "none",

@@ -30,6 +30,7 @@ class PolicyLossTraits:
 
 
 _OF_SEQUENCES = "weights a token by its whole sequence"
+_OF_BATCH = "selects tokens by their covariance over the batch"
 
 #: The built-in losses; their functions are in `plugin.loss.policy_losses`.
 POLICY_LOSS_TRAITS: dict[str, PolicyLossTraits] = {
@@ -51,6 +52,8 @@ POLICY_LOSS_TRAITS: dict[str, PolicyLossTraits] = {
     "minpro": PolicyLossTraits("rollout", per_token=True, not_centered=_OF_SEQUENCES),
     "gmpo": PolicyLossTraits("train", not_centered=_OF_SEQUENCES),
     "ipo_tv": PolicyLossTraits("rollout", per_token=True),
+    "clip_cov": PolicyLossTraits("train", not_centered=_OF_BATCH),
+    "kl_cov": PolicyLossTraits("train", not_centered=_OF_BATCH),
 }
 
 
@@ -90,7 +93,9 @@ def needs_loss(*names: str) -> Needs:
     )
 
 
-_CLIP = needs_loss("ppo", "gspo", "cispo", "gmpo", "minpro") | needs_hook("off_policy_is_function")
+_CLIP = needs_loss("ppo", "gspo", "cispo", "gmpo", "minpro", "clip_cov") | needs_hook(
+    "off_policy_is_function"
+)
 
 
 def _of_loss(loss: str, default: Any, help: str, **bounds: Any) -> Any:
@@ -116,8 +121,26 @@ class PolicyLossFlags(FlagGroup):
         None, "upper clip: ratio <= 1 + eps; none = eps-clip", above=0, needs=_CLIP
     )
     eps_clip_c: float | None = flag(
-        None, "dual-clip bound for negative advantages", above=1, needs=needs_loss("ppo", "gspo")
+        None,
+        "dual-clip bound for negative advantages",
+        above=1,
+        needs=needs_loss("ppo", "gspo", "clip_cov"),
     )
+    clip_cov_ratio: float = _of_loss(
+        "clip_cov", 2e-4, "clip_cov drops this share of the batch's tokens", above=0, at_most=1
+    )
+    clip_cov_low: float = _of_loss(
+        "clip_cov", 1.0, "clip_cov: among those whose covariance is above this"
+    )
+    clip_cov_high: float = _of_loss("clip_cov", 5.0, "clip_cov: and below this")
+    kl_cov_ratio: float = _of_loss(
+        "kl_cov",
+        2e-4,
+        "kl_cov pulls this share of the batch's tokens to the old policy",
+        above=0,
+        at_most=1,
+    )
+    kl_cov_coef: float = _of_loss("kl_cov", 1.0, "kl_cov: how strongly", at_least=0)
     icepop_ratio_low: float = _of_loss(
         "icepop", 0.2, "icepop: smallest ratio that is kept", at_least=0
     )
@@ -192,6 +215,7 @@ class PolicyLossFlags(FlagGroup):
     def check(self) -> None:
         expect_band("icepop-ratio", self.icepop_ratio_low, self.icepop_ratio_high)
         expect_band("ipo-ratio", self.ipo_ratio_low, self.ipo_ratio_high)
+        expect_band("clip-cov", self.clip_cov_low, self.clip_cov_high)
         for name in ("dppo_diff", "dppo_mask"):
             low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
             option = f"--{name.replace('_', '-')}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from plugin.config.device_defaults import Capabilities, engine_dtype, on_device,
 from plugin.config.engines import SHARED_GPU_SHARE
 from plugin.controller.preflight.resource_checks import Room
 from plugin.engines.choice import bytes_per_position, cpu_cache_bytes
+from plugin.megatron_backend.cpu_products import has_slow_products
 
 _PRETRAINING_LR = 1e-4
 #: Of a GPU's memory, what vLLM takes by default.
@@ -31,7 +33,7 @@ _RECOMPUTE = (
 class Machine:
     """Where the ranks will run.
 
-    multiplies_bfloat16: whether the CPU has instructions for it
+    multiplies_bfloat16: whether the CPU has instructions for it, and float32 is slower
     room: what models leave of its memory
     """
 
@@ -42,9 +44,10 @@ class Machine:
     @classmethod
     def here(cls, room: Room) -> Machine:
         """The driver's."""
-        found = torch.cpu.get_capabilities()
+        found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.6 has none
         native = any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-        return cls(torch.cuda.is_available(), native, room)
+        # oneDNN multiplies float32 as fast there.
+        return cls(torch.cuda.is_available(), native and not has_slow_products(), room)
 
 
 def advice(config: JobConfig, policy: ModelSource, machine: Machine | None) -> list[str]:

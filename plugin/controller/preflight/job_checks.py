@@ -17,6 +17,7 @@ from plugin.cluster.ray_cluster import check_address
 from plugin.config import JobConfig
 from plugin.config.flags import expect
 from plugin.config.import_paths import load_called_with, try_on_example
+from plugin.config.loss.loss_config import ESTIMATOR_TRAITS
 from plugin.controller.preflight.advice import Machine, advice
 from plugin.controller.preflight.resource_checks import check_memory, check_open_files
 from plugin.controller.preflight.task_checks import (
@@ -36,7 +37,6 @@ from plugin.errors import ConfigError, HookLoadError
 from plugin.loss.objective import check_loss
 from plugin.loss.partial_objective import takes_separable_head
 from plugin.observe.detectors import load_detectors
-from plugin.ppo_utils.advantages import ESTIMATORS
 from plugin.tasks.loading import load_tokenizer
 from plugin.tasks.prompt_data import DatasetTask, PromptDataset
 from plugin.tasks.protocol import EvalSet, Task
@@ -134,7 +134,7 @@ def check_job(
 def _try_estimator(config: JobConfig) -> None:
     """Call the user's own estimator on two groups of short responses and check what it returns."""
     path = config.advantage_estimator
-    if path in ESTIMATORS or config.trains_critic:
+    if path in ESTIMATOR_TRAITS:
         return
     estimator = load_called_with(
         "--advantage-estimator", path, "rewards", "group_index", "loss_masks", "config"

@@ -132,19 +132,37 @@ def check_memory(config: JobConfig, policy: ModelSource) -> Room | None:
     least = least_bytes(counts, config, on_cuda=on_cuda)
     element = 4 if engine_dtype(config, cuda=on_cuda) == "float32" else 2
     weights = (counts.dense + counts.experts) * element
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    copies = refuse_large_copies(config, weights, host)
     if on_cuda:
         memory = torch.cuda.get_device_properties(0).total_memory
         refuse_what_cannot_fit(least, memory, "on its GPU")
         of_engine = weights // config.rollout_num_gpus_per_engine
         return Room(memory, memory - least.total, memory - of_engine, of_engine)
     ranks = config.ranks_per_node
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = host - copies
     refuse_what_cannot_fit(
         least, memory // ranks, f"of this machine's memory for each of its {ranks} ranks"
     )
     weights *= 2  # an engine on CPU has them as they arrive, and packed
     left = (memory - ranks * least.total) // config.num_rollout_engines - weights
     return Room(memory, memory // ranks - least.total, max(0, left), weights)
+
+
+def refuse_large_copies(config: JobConfig, weights: int, memory: int) -> int:
+    """Bytes of the copies that deltas are made from and applied to, or a `ConfigError`.
+
+    weights: bytes of the model; memory: of this machine
+    """
+    of_ranks, of_engine = config.delta_copies
+    copies = weights * (of_ranks + of_engine * config.num_rollout_engines)
+    if copies > memory:
+        raise ConfigError(
+            f"--weight-sync delta keeps {copies / weights:.0f} copies of {_size(weights)} in host "
+            f"memory ({of_ranks} of the trainer, {of_engine} of every engine), and this machine "
+            f"has {_size(memory)}; use --weight-sync broadcast"
+        )
+    return copies
 
 
 #: Of the driver and of Ray's own processes without any actor, and for each actor; as seen, doubled.

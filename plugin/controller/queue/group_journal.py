@@ -102,7 +102,7 @@ class GroupJournal:
             if files and not found:
                 self._warn(
                     f"the finished groups in {self._run_dir} are not used: they were made with "
-                    "other settings, or are cut off; their prompts are generated again"
+                    "different settings or are incomplete; their prompts are sampled again"
                 )
         return list(found.values())
 
@@ -153,8 +153,8 @@ class GroupJournal:
     def _give_up(self, why: str) -> None:
         if self._works:
             self._warn(
-                f"finished groups are not written to the run directory any more: {why}; a resumed "
-                "run generates again what had not been trained on"
+                f"finished groups are no longer written to the run directory: {why}; a resumed "
+                "run samples again what had not been trained on"
             )
         self._works = False
         self._waiting.clear()

@@ -88,6 +88,11 @@ class GroupScoring:
         self._groups: dict[int, Group] = {}
 
     @property
+    def groups(self) -> list[Group]:
+        """Those that are being scored."""
+        return list(self._groups.values())
+
+    @property
     def attempts(self) -> list[Attempt]:
         """Of the groups that are being scored."""
         return [group.attempt for group in self._groups.values()]

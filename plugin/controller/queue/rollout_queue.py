@@ -148,6 +148,7 @@ class RolloutQueue:
             self.counts.surplus += len(rest)
             self._waiting.extend(Attempt(group.index) for group in rest)
             rest = []
+            self._known.clear()
         self._ready = {group.index: group for group in rest}
         self.counts.taken += wanted
         if self.config.dynamic_sampling:
@@ -276,6 +277,16 @@ class RolloutQueue:
         if self.journal is not None and (finished or keep_for is None):
             self.journal.replace([*self._ready.values(), *known])
         return len(kept) + len(known)
+
+    def forget_stored(self) -> None:
+        """Forget finished groups of which parts are at engines: a node that had such parts is lost.
+
+        Which groups are affected shows only when they are trained on, and each would cost another
+        restart of the trainer. For `restore`, which comes next, their prompts are unanswered.
+        """
+        self._ready = {i: g for i, g in self._ready.items() if not g.rollouts.batch.stored}
+        scored = [group for group in self._scoring.groups if group.rollouts.batch.stored]
+        self._scoring.withdraw([group.attempt for group in scored])
 
     def _begin_rollout(self) -> None:
         self._sampling.begin_rollout()

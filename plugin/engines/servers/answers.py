@@ -128,8 +128,8 @@ def sampler_head(value: Any, length: int, k: int, vocab_size: int) -> SamplerHea
             )
         if len(dict(row)) < min(k, vocab_size):
             raise MalformedAnswer(
-                f"{len(row)} likeliest ids came back for token {position} where {k} were asked "
-                "for; raise what the server allows (vLLM: --max-logprobs)"
+                f"{len(row)} likeliest ids instead of {k} came back for token {position}; raise "
+                "the server's limit (vLLM: --max-logprobs)"
             )
         best = sorted(dict(row).items(), key=lambda pair: -pair[1])[:k]
         best = [pair for pair in best if pair[1] > _VLLM_MINUS_INFINITY]

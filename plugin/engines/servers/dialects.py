@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -295,6 +296,10 @@ DIALECTS: dict[str, type[Dialect]] = {
 }
 
 
+#: Python refuses to read numbers of thousands of digits.
+_TOKEN_ID = re.compile(r"(?:token_id:)?[0-9]{1,18}")
+
+
 def _only(choices: Any) -> Any:
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise MalformedAnswer("the answer does not hold exactly one choice")
@@ -312,13 +317,12 @@ def _vllm_top_logprobs(choice: Any) -> Any:
     rows = found.get("top_logprobs") if isinstance(found, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise MalformedAnswer("the answer has no likeliest ids")
-    prefix = "token_id:"
-    labels = [name for row in rows for name in row]
-    wrong = [name for name in labels if not name.removeprefix(prefix).isdecimal()]
+    wrong = [name for row in rows for name in row if not _TOKEN_ID.fullmatch(name)]
     if wrong:
-        raise MalformedAnswer(f"likeliest id {shown(wrong[0])}; expected {prefix}<id>")
+        raise MalformedAnswer(f"likeliest id {shown(wrong[0])}; expected token_id:<id>")
     return [
-        [(int(name.removeprefix(prefix)), number) for name, number in row.items()] for row in rows
+        [(int(name.removeprefix("token_id:")), number) for name, number in row.items()]
+        for row in rows
     ]
 
 

@@ -68,7 +68,7 @@ class HttpEngine(GeneratesBySteps):
         if not urls:
             raise ConfigError("--rollout-engine http needs at least one URL; give --rollout-url")
         super().__init__(name, weight_ledger(hf_config))
-        self._max_batch, self._interrupts = config.rollout_max_batch, config.partial_rollouts
+        self._max_batch, self._interrupts = config.rollout_max_batch, config.interrupts_responses
         positions = int(hf_config.get("max_position_embeddings") or 1 << 20)
         shape = ResponseShape(
             vocab_size=int(hf_config["vocab_size"]),

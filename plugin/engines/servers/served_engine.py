@@ -223,7 +223,7 @@ class ServedEngine(HttpEngine):
             finished = super().step()
         [only] = self.pool.servers
         if only.is_silent:
-            raise ServerEnded("the server has requests and has generated nothing for too long")
+            raise ServerEnded("the server has requests but has generated nothing for too long")
         return finished
 
     def probe(

@@ -4,7 +4,7 @@ Contexts are read side by side in one row, without padding and without a mask: a
 runs of contexts of equal length, and everything else in a model works token by token.
 
 A padded cache makes every row as expensive as the longest one. Rows are kept in the order of their
-length, so rows of similar length are a block, and a block attends to its own positions only. Keys
+length, so that rows of similar length form a block, which attends to its own positions only. Keys
 that several query heads share are not repeated in memory.
 """
 
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-#: Rows that have left are taken out of the cache, which copies it, when they are so many of all.
+#: Share of rows that have left at which they are removed from the cache, which copies it.
 _SHARE_OF_EMPTY_ROWS = 1 / 8
-#: Tokens that are read in one pass, unless one context is longer: activations grow with them.
+#: Most tokens of one pass, unless a single context is longer: activations grow with them.
 _READ_AT_ONCE = 8192
 _ATTENTION = "megatron_tis_decode"
-#: A row at least this long, compared with the longest of its block, belongs to it.
+#: A block holds rows at least this long, as a share of its longest row.
 _SHORTEST_OF_BLOCK = 0.6
 _LAST = torch.tensor([-1])
 
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Keys and values [n, heads, positions, D] of rows, and where [n] each comes to stand."""
+    """Keys and values [n, heads, positions, D] of rows, and the place [n] of each in the cache."""
 
     keys: Tensor
     values: Tensor
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class Run(NamedTuple):
-    """So many contexts of equal length, one after the other."""
+    """Neighboring contexts of equal length."""
 
     contexts: int
     length: int
@@ -68,8 +68,8 @@ def blocks_of(lengths: Tensor, positions: int) -> list[Block]:
 
 
 def masks_of(blocks: Sequence[Block], lengths: Tensor, like: Tensor) -> list[Tensor | None]:
-    """What is added to the scores of a block's rows [rows, 1, 1, positions]: -inf before a row
-    begins. None where all rows of the block are equally long.
+    """Additive masks [rows, 1, 1, positions] of the blocks: -inf before a row begins, or None
+    where all rows of a block are equally long.
 
     like: has the dtype and device of the masks
     """
@@ -139,7 +139,7 @@ class DecodeBatch:
         of_rows = torch.cat([self._lengths[old], lengths[sources]])
         order = of_rows.argsort(descending=True, stable=True)
         if self._packs:
-            # Where each of the rows, and then the copies of each context, come to stand.
+            # The places of the old rows, then those of the copies of each context.
             stay, *come = order.argsort().split([len(old), *copies.tolist()])
             logits, places, caches = self._read_packed(contexts, lengths)
             self._fill(old, stay, caches, come)
@@ -172,7 +172,7 @@ class DecodeBatch:
     def _fill(
         self, old: Tensor, stay: Tensor, caches: Sequence[ReadContexts], come: Sequence[Tensor]
     ) -> None:
-        """Take a cache with the rows `old` at `stay`, and at `come` the copies of each context."""
+        """Replace the cache: rows `old` at `stay`, the copies of each context at `come`."""
         filled = self._new_cache()
         start = self._positions - int(self._lengths[old].max()) if len(old) else 0
         for number, layer in enumerate(filled.layers):
@@ -250,7 +250,7 @@ class ReadContexts(NamedTuple):
     members: Tensor
 
     def rows(self, number: int, come: Sequence[Tensor]) -> Iterator[Rows]:
-        """Those of layer `number`, which then forgets them; `come`: the places of all contexts."""
+        """Those of layer `number`, which drops them; `come`: the places of contexts' copies."""
         layer, self.cache.layers[number] = self.cache.layers[number], None
         sizes = [count * length for count, length in self.runs]
         states = zip(layer.keys[0].split(sizes, 1), layer.values[0].split(sizes, 1), strict=True)
@@ -365,9 +365,16 @@ def _attend_by_runs(
     for run, *parts in zip(runs, *(x[0].split(sizes, 1) for x in (query, key, value)), strict=True):
         # [heads, tokens, D] -> [contexts, heads, length, D]
         q, k, v = (x.unflatten(1, run).transpose(0, 1) for x in parts)
-        shared = q.shape[1] != k.shape[1]
+        scale, shared, size = scaling or q.shape[-1] ** -0.5, q.shape[1] != k.shape[1], v.shape[-1]
+        # With values of another size than queries torch would hold all scores.
+        q, k, v = (_widened(x, max(size, q.shape[-1])) for x in (q, k, v))
         result = scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=shared
+            q, k, v, is_causal=True, scale=scale, enable_gqa=shared
         )
-        results.append(result.transpose(1, 2).flatten(0, 1))
+        results.append(result[..., :size].transpose(1, 2).flatten(0, 1))
     return torch.cat(results)[None]
+
+
+def _widened(x: Tensor, size: int) -> Tensor:
+    """`x` [..., D] with zeros up to `size` channels; padding by 0 would copy it."""
+    return x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1]))

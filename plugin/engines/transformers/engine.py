@@ -37,12 +37,13 @@ from plugin.host_storage import SleepingModel
 from plugin.weights import make_receiver
 from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.checksums import Checksums
+from plugin.weights.delta import DeltaReader, by_kind
 from plugin.weights.group import Membership, WeightGroup
 from plugin.weights.ipc import device_id
 
-#: Joining reads prompts and copies the cache: so many of all rows are free before any is filled.
+#: Share of rows that must be free before responses join, which reads prompts and copies the cache.
 _SHARE_THAT_JOINS = 1 / 4
-#: Logits that are sampled from at once on CPU: what is computed from them stays in its caches.
+#: Logits that are sampled from at once on CPU, so that what is computed stays in its caches.
 _SAMPLED_AT_ONCE = 2**19
 
 
@@ -54,7 +55,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> T
         dtype=engine_dtype(config, cuda=torch.cuda.is_available()),
         quantization=config.rollout_quantization,
         max_batch=config.rollout_max_batch,
-        interrupts=config.partial_rollout_mode if config.partial_rollouts else None,
+        interrupts=config.partial_rollout_mode if config.interrupts_responses else None,
         lora_scale=config.lora_scale if config.syncs_adapters else None,
         name=name,
     )
@@ -148,8 +149,11 @@ class TransformersEngine(GeneratesBySteps):
         with self._membership.of(group, lambda: make_receiver(group, first)) as receiver:
             receiver.barrier(version)
             with self._pause_point.changing():
+                since = NO_WEIGHTS if self._weights.is_partial else self._weights.version
                 self._weights.begin(version)
-                receiver.receive(version, self._weights.take)
+                delta = DeltaReader(self._weights.place_of, since)
+                receiver.receive(version, by_kind(self._weights.take, delta))
+                delta.require_exact(self._name)
                 self._weights.end()
 
     def weight_checksums(self) -> Checksums | None:

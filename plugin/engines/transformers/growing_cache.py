@@ -17,7 +17,7 @@ _LEAST_ROOM, _SHARE_OF_ROOM = 64, 1 / 8
 
 
 class GrowingLayer(DynamicLayer):
-    """`keys` and `values` [B, heads, length, D] are views of buffers that are longer than they.
+    """`keys` and `values` [B, heads, length, D] are views of longer buffers.
 
     The layer it replaces joins old and new positions into fresh memory in every step, which costs
     more than the rest of a step on CPU.
@@ -57,7 +57,7 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = self._keys[..., :length, :], self._values[..., :length, :]
 
     def fill(self, parts: Sequence[Rows]) -> None:
-        """Hold these rows, all of which end at the last position; shorter ones get zeros before."""
+        """Hold these rows, which all end at the last position; shorter ones begin with zeros."""
         first, length = parts[0].keys, max(part.keys.shape[-2] for part in parts)
         self.dtype, self.device, self.is_initialized = first.dtype, first.device, True
         keys = [(part.keys, part.places) for part in parts]

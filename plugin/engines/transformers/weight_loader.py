@@ -8,7 +8,7 @@ names, stay beside the layers that they belong to.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from plugin.engines.transformers.linear_layers import Int8Linear, through_int8
 from plugin.errors import EngineError, WeightError
 from plugin.weights.buckets import NO_WEIGHTS, read_bucket
 from plugin.weights.checksums import Checksums, checksum
+from plugin.weights.tensor_layout import TensorSpec
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
@@ -130,6 +131,14 @@ class WeightLoader:
         for name, tensor in named_tensors:
             self._store(name, tensor)
 
+    def place_of(self, spec: TensorSpec) -> Tensor | None:
+        """The memory of a tensor of the version that was begun, which the caller writes then."""
+        if self._is_left_out(spec.name):
+            return None
+        self._require_shape(spec.name, spec.shape, self._slice(spec.name))
+        self._seen.add(spec.name)
+        return self._slice(spec.name)
+
     def end(self) -> None:
         """Make the version that was begun current; a `WeightError` if a tensor is missing."""
         version, missing = self._loading, sorted(self._missing())
@@ -187,23 +196,31 @@ class WeightLoader:
             self._adapters.take(name, tensor, like=next(iter(self._targets.values())))
             self._seen.add(name)
             return
-        if name not in self._expected:
-            # A tied head may be exported although the model keeps it as the embedding.
-            if name == "lm_head.weight":
-                return
-            raise WeightError(f"the engine's model has no {name}; both sides must use one config")
+        if self._is_left_out(name):
+            return
         target = self._linears.get(name)
         expected = self._slice(name) if target is None else target.values
-        if expected.shape != tensor.shape:
-            raise WeightError(
-                f"{name} has shape {list(tensor.shape)}, the engine expects {list(expected.shape)}"
-            )
+        self._require_shape(name, tensor.shape, expected)
         if target is not None:
             target.load(tensor)
         else:
             is_expert = _EXPERT.match(name) is not None
             expected.copy_(through_int8(tensor) if self._int8 and is_expert else tensor)
         self._seen.add(name)
+
+    def _is_left_out(self, name: str) -> bool:
+        """Whether a checkpoint's tensor has no place; a `WeightError` if it should have one."""
+        # A tied head may be exported although the model keeps it as the embedding.
+        if name in self._expected or name == "lm_head.weight":
+            return name not in self._expected
+        raise WeightError(f"the engine's model has no {name}; both sides must use one config")
+
+    @staticmethod
+    def _require_shape(name: str, shape: Sequence[int], expected: Tensor) -> None:
+        if tuple(shape) != expected.shape:
+            raise WeightError(
+                f"{name} has shape {list(shape)}, the engine expects {list(expected.shape)}"
+            )
 
     def _slice(self, name: str) -> Tensor:
         """Where `name` is stored: a parameter, or one expert's part of a fused one."""

@@ -42,7 +42,7 @@ from plugin.engines.vllm.startup import (
     shared_memory_options,
 )
 from plugin.engines.weight_changes import PausePoint
-from plugin.errors import ConfigError, EngineError, TransferError, WeightError
+from plugin.errors import ConfigError, DeltaError, EngineError, TransferError, WeightError
 from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.checksums import Checksums, joined
 from plugin.weights.group import WeightGroup
@@ -67,7 +67,7 @@ class VllmEngine(GeneratesBySteps):
             self._adapters = AdapterShape(config.lora_rank, config.lora_alpha)
             scale = config.lora_alpha / config.lora_rank
         super().__init__(name, weight_ledger(hf_config, lora_scale=scale))
-        self._interrupts, self._max_batch = config.partial_rollouts, config.rollout_max_batch
+        self._interrupts, self._max_batch = config.interrupts_responses, config.rollout_max_batch
         self._pause_point = PausePoint(waits=self._interrupts)
         # Responses under way by vLLM's name for them: ticket, place, request, parameters.
         self._open: dict[str, tuple[int, int, GenerationRequest, SamplingParameters]] = {}
@@ -95,6 +95,7 @@ class VllmEngine(GeneratesBySteps):
         if self._gives_memory:
             further["enable_sleep_mode"] = True
         self._dtype = dtype = engine_dtype(config, cuda=torch.cuda.is_available())
+        self._base_dtype = dtype if config.weight_transport == "delta" else None
         self._llm = build_llm(
             *(hf_config, dtype, self._max_batch, self._max_model_len, further),
             one_machine=config.address is None,
@@ -136,7 +137,7 @@ class VllmEngine(GeneratesBySteps):
         """Take all of `version` in the workers, layer by layer; see `BroadcastEngine`."""
         with self._pause_point.changing():
             self._weights.begin(version)
-            place = {"group": vars(group), "first": first}
+            place = {"group": vars(group), "first": first, "base_dtype": self._base_dtype}
             self._llm.init_weight_transfer_engine({"init_info": place})
             self._llm.start_weight_update()
             self._llm.update_weights({"update_info": {"version": version}})
@@ -145,6 +146,9 @@ class VllmEngine(GeneratesBySteps):
             for worker in received:
                 if worker.aborted is not None:
                     raise TransferError(f"{self._name}: {worker.aborted}")
+            for worker in received:
+                if worker.damaged is not None:
+                    raise DeltaError(f"{self._name}: {worker.damaged}")
                 self._require_usable(worker.refused)
             self._weights.take(
                 (spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta"))

@@ -181,7 +181,7 @@ def require_interrupts(engine: Any) -> None:
     if "reset_running_requests" not in reset or not hasattr(engine, "set_weight_version"):
         raise ConfigError(
             "--partial-rollouts: this vLLM does not say which weights sampled which token; use "
-            "vLLM 0.32 or later, or --rollout-engine transformers"
+            "vLLM 0.32 or later, --rollout-engine transformers, or --no-partial-rollouts"
         )
 
 

@@ -43,9 +43,10 @@ from vllm.platforms import current_platform
 from plugin.engines.transformers.weight_loader import is_adapter
 from plugin.engines.vllm.checksums import worker_checksums
 from plugin.engines.vllm.startup import AdapterShape, request_with_adapters
-from plugin.errors import TransferError, WeightError
+from plugin.errors import DeltaError, TransferError, WeightError
 from plugin.weights import make_receiver
 from plugin.weights.checksums import Shares
+from plugin.weights.delta import DeltaBase
 from plugin.weights.directory import read_directory
 from plugin.weights.group import Membership, WeightGroup
 from plugin.weights.ipc import device_id
@@ -54,10 +55,14 @@ from plugin.weights.tensor_layout import NamedTensors, TensorSpec
 
 @dataclass
 class StreamInit(WeightTransferInitInfo):
-    """The group as a mapping, and the number of the engine's first worker in it."""
+    """The group as a mapping, and the number of the engine's first worker in it.
+
+    base_dtype: of the copy of each version that deltas are applied to; None = there are none
+    """
 
     group: dict[str, Any]
     first: int
+    base_dtype: str | None = None
 
 
 @dataclass
@@ -74,12 +79,14 @@ class Received:
     adapters: tensors of it that are no weights of the model
     aborted: why it is not whole, if so
     refused: why the model cannot compute with it, if so
+    damaged: which tensors a delta did not make the trainer's, if any
     """
 
     specs: list[TensorSpec] = field(default_factory=list)
     adapters: dict[str, Tensor] = field(default_factory=dict)
     aborted: str | None = None
     refused: str | None = None
+    damaged: str | None = None
 
 
 class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
@@ -97,6 +104,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         self._membership = Membership()
         self._group: WeightGroup | None = None
         self._number = 0
+        self._base: DeltaBase | None = None
         self._reload: WeightReload | None = None
         self.received = Received()
 
@@ -105,6 +113,8 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         parallel = self.parallel_config
         self._number = init_info.first + parallel.rank
         self._group = WeightGroup(**init_info.group)
+        if init_info.base_dtype is not None and self._base is None:
+            self._base = DeltaBase(getattr(torch, init_info.base_dtype))
 
     def start_weight_update(self) -> None:
         """Forget the version before."""
@@ -126,9 +136,20 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
                 group, lambda: make_receiver(group, self._number, keeps=True)
             ) as receiver:
                 receiver.barrier(version)
-                receiver.receive(version, self._load)
+                if self._base is None:
+                    receiver.receive(version, self._load)
+                else:
+                    receiver.receive(version, self._base.beginning(self._load))
+                    self._load_changed(version, self._base)
+        except DeltaError as error:
+            self.received.damaged = str(error)
         except TransferError as error:
             self.received.aborted = str(error)
+
+    def _load_changed(self, version: int, base: DeltaBase) -> None:
+        """After a delta, load all of the version from the copy; an error leaves the group."""
+        for tensor in base.completed(version):
+            self._load([tensor])
 
     def _load(self, bucket: NamedTensors) -> None:
         self.received.specs += [TensorSpec.of(n, t) for n, t in bucket]
@@ -143,7 +164,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         """End the loading; also after one that was aborted, so that the next begins afresh."""
         if self._reload is None:
             return
-        if self.received.aborted is not None:
+        if self.received.aborted is not None or self.received.damaged is not None:
             self._reload.abort()
             return
         try:

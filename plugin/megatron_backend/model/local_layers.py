@@ -207,21 +207,25 @@ class LocalCoreAttention(MegatronModule):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
         """Attention [B, n, S, d] by the kernel that does not keep all scores.
 
-        That one wants values of the queries' size, so they are padded. On a CPU its backward in
-        bfloat16 takes three times as long as in float32.
+        That one wants values of the queries' size, so the smaller are padded. On a CPU its backward
+        in bfloat16 takes three times as long as in float32.
         """
         is_slow = q.device.type == "cpu" and q.dtype.itemsize == 2
         dtype = torch.float32 if is_slow else q.dtype
-        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1])).to(dtype)
+        size, shared = max(q.shape[-1], v.shape[-1]), q.shape[1] != k.shape[1]
+        query, key, value = (
+            (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))).to(dtype)
+            for x in (q, k, v)
+        )
         if "attn_mask" in mask and mask["attn_mask"].is_floating_point():
             mask["attn_mask"] = mask["attn_mask"].to(dtype)
         context = F.scaled_dot_product_attention(
-            q.to(dtype),
-            k.to(dtype),
-            padded,
+            query,
+            key,
+            value,
             dropout_p=self._dropout_now(),
             scale=self.softmax_scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=shared,
             **mask,
         )
         return context[..., : v.shape[-1]].to(v.dtype)

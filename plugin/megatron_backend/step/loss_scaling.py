@@ -96,9 +96,7 @@ def loss_token_counts(batch: RolloutBatch) -> NDArray[np.float64]:
     masks = batch.columns["loss_masks"]
     if isinstance(masks, Stored):
         return batch.columns["loss_token_counts"].numpy(force=True).astype(np.float64)
-    carries = (masks.values != 0).numpy(force=True)
-    counts = np.bincount(masks.sample_index, weights=carries, minlength=len(masks))
-    return counts.astype(np.float64)
+    return masks.like(masks.values != 0).reduced(np.add, 0).astype(np.float64)
 
 
 def total_weight(batch: RolloutBatch, *, per_token: bool) -> float:

@@ -20,6 +20,7 @@ from plugin.config import TrainerConfig
 from plugin.errors import BatchError
 from plugin.loss.hook_chain import batch_declarations
 from plugin.loss.inputs import KnownTokens
+from plugin.loss.interfaces import LossInputs, declared_values
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.sequence_packing import (
@@ -28,8 +29,7 @@ from plugin.megatron_backend.step.sequence_packing import (
     model_inputs,
     row_length,
 )
-from plugin.ppo_utils.batch_statistics import Declaration, Statistics
-from plugin.ppo_utils.importance_ratio import log_ratio
+from plugin.ppo_utils.batch_statistics import Declaration, Statistics, wants_advantages
 from plugin.ragged import Ragged, as_integers
 from plugin.vocabulary_ids import kept_rows
 
@@ -147,21 +147,23 @@ def add_batch_statistics(
     groups: ParallelGroups,
     errors: ErrorCollector,
 ) -> None:
-    """Give every microbatch what the corrections declared of the whole batch; a collective.
+    """Give every microbatch what loss and corrections declared of the whole batch; a collective.
 
     Does nothing where none declares anything. The last stage computes the loss and alone needs it.
     """
     declared = batch_declarations(config)
     if not declared:
         return
-    log_ratios: Tensor | None = None
+    looked_at: dict[str, Tensor] = {}
     with errors.collecting():
-        log_ratios = torch.cat([_log_ratios(config, m, declared) for m in microbatches])
+        inputs = [_inputs_before_update(config, m, declared) for m in microbatches]
+        for path, declaration in declared.items():
+            parts = [declared_values(declaration, part) for part in inputs]
+            looked_at[path] = torch.cat(parts, dim=-1)
     errors.agree("looking at the whole batch")
-    assert log_ratios is not None
     if groups.is_last_stage:
         found = {
-            path: _rounds(path, declaration, log_ratios, config, groups.dp_cp_group, errors)
+            path: _rounds(path, declaration, looked_at[path], config, groups.dp_cp_group, errors)
             for path, declaration in declared.items()
         }
         for microbatch in microbatches:
@@ -169,24 +171,26 @@ def add_batch_statistics(
     errors.agree("looking at the whole batch")
 
 
-def _log_ratios(
+def _inputs_before_update(
     config: TrainerConfig, microbatch: PreparedMicrobatch, declared: dict[str, Declaration]
-) -> Tensor:
-    """[n]: train - rollout of the local tokens with loss."""
+) -> LossInputs:
+    """The loss inputs of the local tokens, with the trainer's log-probs as the current ones."""
     known = KnownTokens.of(config, microbatch.columns, microbatch.inputs.shards)
     train, rollout = known.fields["train_log_probs"], known.fields["rollout_log_probs"]
-    if train is None or rollout is None:
+    with_ratios = [path for path, found in declared.items() if not wants_advantages(found)]
+    if train is None or (with_ratios and rollout is None):
+        looks_at = "train and rollout" if with_ratios else "the trainer's"
         raise BatchError(
-            f"{', '.join(declared)} looks at train and rollout log-probs of the whole batch first, "
+            f"{', '.join(declared)} looks at {looks_at} log-probs of the whole batch first, "
             "and the batch has no log_probs; call compute_log_probs on it and add the column"
         )
-    return log_ratio(train, rollout, known.mask)[known.mask]
+    return known.at_policy(config, train, None, check=False)
 
 
 def _rounds(
     path: str,
     declaration: Declaration,
-    log_ratios: Tensor,
+    looked_at: Tensor,
     config: TrainerConfig,
     group: dist.ProcessGroup,
     errors: ErrorCollector,
@@ -196,7 +200,7 @@ def _rounds(
     while True:
         part: Tensor | None = None
         with errors.collecting():
-            part = declaration(log_ratios, config, known)
+            part = declaration(looked_at, config, known)
         if not _all_the_same(path, part, group, errors) or part is None:
             return tuple(known)
         part = part.detach().clone()

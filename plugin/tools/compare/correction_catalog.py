@@ -16,7 +16,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from plugin import ppo_utils
 from plugin.config import LossConfig
 from plugin.errors import ConfigError
 from plugin.loss import POLICY_LOSSES, compute_loss, loss_inputs
+from plugin.loss.hook_chain import statistics_of
 from plugin.ppo_utils.batch_statistics import collect_statistics, declared_statistics
 
 Kind = Literal["policy loss", "correction"]
@@ -141,7 +142,9 @@ def loss_gradient(name: str, cur: Tensor, rollout: Tensor, advantage: float) -> 
         "log_probs": rollout.split(1),
         "rollout_log_probs": rollout.split(1),
     }
-    outputs = compute_loss(config, loss_inputs(config, batch, cur))
+    inputs = loss_inputs(config, batch, cur)
+    inputs = replace(inputs, statistics=statistics_of(config, inputs))
+    outputs = compute_loss(config, inputs)
     (gradient,) = torch.autograd.grad(outputs.policy.loss.sum(), cur)
     return -gradient
 

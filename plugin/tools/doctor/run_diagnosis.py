@@ -27,9 +27,10 @@ def diagnose(run_dir: str | Path) -> dict[str, Any]:
     config = record.job_config()
     if config is not None and config.dump_log_probs and not config.detect_mismatch:
         findings += _findings_of_dump(record, config.dump_log_probs)
+    wrong = any(finding.get("severity") == "error" for finding in findings)
     return {
         "run_dir": str(record.path),
-        "healthy": not any(finding.get("severity") == "error" for finding in findings),
+        "healthy": not wrong and not record.settings_unreadable,
         "facts": _facts(record),
         "chain": chain_rows(record.steps[-1]) if record.steps else [],
         "findings": findings,
@@ -47,7 +48,8 @@ def as_text(diagnosis: Mapping[str, Any]) -> str:
         lines.append(f"\n{finding.get('severity')}: {finding_text(titled)}")
     lines += [f"\nnot readable: {problem}" for problem in diagnosis["problems"]]
     if not diagnosis["findings"]:
-        lines.append("\nnothing was found wrong")
+        known = "" if diagnosis["healthy"] else " in what is readable"
+        lines.append(f"\nnothing was found wrong{known}")
     return "\n".join(lines)
 
 

@@ -199,7 +199,11 @@ def weight_sync(plan: JobPlan) -> dict[str, Any]:
     links = config.transport_traits.links
     if config.syncs_adapters:
         links += "; once, then adapters alone"
+    of_ranks, of_engine = config.delta_copies
+    copy = plan.total_parameters * _BYTES[engine_dtype(config, cuda=plan.gpu is not None)]
     return {
+        "trainer_host_bytes": of_ranks * copy,
+        "engine_host_bytes": of_engine * copy,
         "bytes": plan.total_parameters * size,
         "transport": config.weight_transport,
         "links": links,

@@ -102,6 +102,16 @@ def as_json(plan: JobPlan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
     return report
 
 
+def _copies(sync: dict[str, Any]) -> str:
+    """The copies of --weight-sync delta, if any."""
+    if not sync["trainer_host_bytes"]:
+        return ""
+    return (
+        f"; host memory for deltas: {_size(sync['trainer_host_bytes'])} of all ranks, "
+        f"{_size(sync['engine_host_bytes'])} of every engine"
+    )
+
+
 def as_text(report: dict[str, Any]) -> list[str]:
     """Lines for a terminal, of what `as_json` gives."""
     gpu, batch, sync = report["gpu"], report["batch"], report["weight_sync"]
@@ -127,7 +137,8 @@ def as_text(report: dict[str, Any]) -> list[str]:
         f"works {batch['work_balance']:.3f} times the mean; {_size(batch['bytes_per_rank'])} to "
         "each rank",
         f"weight sync: {_size(sync['bytes'])} to {sync['engines']} "
-        f"engine{'' if sync['engines'] == 1 else 's'} by {sync['transport']} ({sync['links']})",
+        f"engine{'' if sync['engines'] == 1 else 's'} by {sync['transport']} ({sync['links']})"
+        f"{_copies(sync)}",
         _rollout_line(report["rollout"]),
     ]
     if "time" in report:

@@ -60,6 +60,15 @@ def test_a_penalty_that_skyrls_reduction_would_sum_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--kl-tau is 0\.001"):
         adapter.policy_loss(LossConfig(policy_loss="dppo"))
     adapter.policy_loss(LossConfig(policy_loss="dppo", kl_tau=0.0))
+    for flags, option in (
+        ({"policy_loss": "ipo_tv"}, "--kl-tau is 0.001"),
+        ({"policy_loss": "dro"}, "--dro-beta is 1.0"),
+        ({"policy_loss": "kl_cov"}, "--kl-cov-coef is 1.0"),
+        ({"positive_nll_coef": 0.1}, "--positive-nll-coef is 0.1"),
+        ({"policy_loss": "clip_cov"}, "--policy-loss clip_cov: SkyRL puts the denominator"),
+    ):
+        with pytest.raises(ConfigError, match=option):
+            adapter.policy_loss(LossConfig(**flags))
 
 
 def test_missing_engine_log_probs_fail_at_once() -> None:

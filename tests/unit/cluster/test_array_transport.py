@@ -26,7 +26,7 @@ from plugin.cluster.array_transport import (
 )
 from plugin.cluster.engine_actor import EngineActor
 from plugin.environments.trajectory import Rollouts, Trajectory, failed
-from plugin.errors import BatchError, SenderLost
+from plugin.errors import BatchError, BatchLost
 from plugin.ragged import Ragged
 
 
@@ -340,7 +340,7 @@ def test_neighbors_in_one_object_are_a_view_of_it_and_values_that_do_not_fit_sta
         fetched(stored, get=get).check()
 
 
-def test_a_part_of_the_batch_that_is_lost_with_its_node_is_a_lost_sender(
+def test_a_part_of_the_batch_that_is_lost_with_its_node_is_known_as_such(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import ray
@@ -350,7 +350,7 @@ def test_a_part_of_the_batch_that_is_lost_with_its_node_is_a_lost_sender(
 
     monkeypatch.setattr(ray, "get", lose)
     stored = store(full_batch(), [np.array([0, 1])], lambda arrays: 0)
-    with pytest.raises(SenderLost, match="a part of the batch is lost with the node it was on"):
+    with pytest.raises(BatchLost, match="a part of the batch is lost with the node it was on"):
         only(stored, "log_probs")
 
 

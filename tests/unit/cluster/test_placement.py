@@ -96,16 +96,14 @@ def test_addresses_sort_as_numbers() -> None:
 @pytest.mark.parametrize(
     ("settings", "of_rank", "of_engine"),
     [
-        # 8 cores; 2 ranks and 3 engines take turns: 8 // 2 and 8 // 3.
+        # 8 cores, 2 ranks and 3 engines: 8 // 2 and 8 // 3.
         ({}, 4, 2),
-        # Together: 8 // (2 + 3).
-        ({"async_rollouts": True}, 1, 1),
-        ({"async_rollouts": True, "num_rollout_engines": 2}, 2, 2),
+        ({"async_rollouts": True}, 4, 2),
         ({"num_rollout_engines": 9}, 4, 1),
         ({"threads_per_rank": 5}, 5, 5),
     ],
 )
-def test_threads_follow_the_cores_that_are_free_in_a_phase(
+def test_ranks_share_all_cores_and_so_do_engines(
     settings: dict[str, Any], of_rank: int, of_engine: int
 ) -> None:
     base = {"tensor_model_parallel_size": 2, "num_rollout_engines": 3, "use_tis": True}

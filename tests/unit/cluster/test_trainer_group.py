@@ -12,11 +12,12 @@ import torch
 
 from plugin.batch_types import RolloutBatch
 from plugin.cluster import array_transport, trainer_group
-from plugin.cluster.array_transport import batch_to_arrays, fetched, from_arrays, only
-from plugin.cluster.trainer_actor import RankPart, TrainedStep
+from plugin.cluster.array_transport import fetched, only
+from plugin.cluster.trainer_actor import RankPart, TrainerRank
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
 from plugin.megatron_backend.step.batch_share import BatchShare
+from plugin.megatron_backend.trainer import StepResult
 from plugin.ragged import Ragged, Stored
 
 DP = 3
@@ -37,32 +38,50 @@ class Store:
 
 
 class Rank:
-    """Answers with the first token of each sample as the log-prob of all of its tokens; two ranks share a share."""
+    """A rank with its own code but for the model; two ranks share a share.
+
+    The log-prob of a sample's tokens is its first token.
+    """
 
     def __init__(self, store: Store, reports: bool) -> None:
-        self._store, self._reports = store, reports
+        self._store = store
         self.seen: list[tuple[str, RolloutBatch]] = []
+        actor: Any = object.__new__(TrainerRank)
+        actor._config = SimpleNamespace(
+            use_rollout_routing_replay=False, reference_offload=False, detect_mismatch=False
+        )
+        model = SimpleNamespace(
+            compute_log_probs=lambda share, **_: self._pass("compute", share),
+            train_step=self._train_step,
+            set_learning_rate=lambda rate: None,
+        )
+        actor._trainers = dict.fromkeys(("policy", "reference"), model)
+        actor._reports, actor._rank, actor._memory = reports, 0, {}
+        self._actor = actor
+        self._returns = 1
         self.call_apart = self.call = self
 
     def options(self, num_returns: int) -> Rank:
-        assert num_returns == 2
+        self._returns = num_returns
         return self
 
     def remote(self, method: str, share: int, *arguments: Any) -> Any:
-        arrived = from_arrays(BatchShare, self._store.objects[share])
-        batch = fetched(arrived.batch, get=self._store.get)
-        batch.check(arrived.samples)
-        self.seen.append((method, batch))
-        column = arguments[2] if method == "compute" else "log_probs"
-        firsts = [-tokens[0].float() for tokens in batch.columns["unconcat_tokens"]]
-        lengths = batch.columns["response_lengths"].numpy()
-        values = torch.tensor(firsts).repeat_interleave(torch.from_numpy(lengths))
-        part = RolloutBatch(
-            {name: batch.columns[name] for name in ("total_lengths", "response_lengths")}
-        )
-        part = part.with_column(column, Ragged(values, lengths))
-        head = None if method == "compute" else TrainedStep({"loss": 1.0}, None, None, None)
-        return head, self._store.put(batch_to_arrays(part) if self._reports else {})
+        if method == "train_critic":
+            return None
+        head, parts = getattr(self._actor, method)(self._store.objects[share], *arguments)
+        assert len(parts) == self._returns - 1
+        return head, *map(self._store.put, parts)
+
+    def _pass(self, method: str, share: BatchShare) -> Ragged:
+        share.batch.check(share.samples)
+        self.seen.append((method, share.batch))
+        firsts = [-tokens[0].float() for tokens in share.batch.columns["unconcat_tokens"]]
+        lengths = share.batch.columns["response_lengths"]
+        return Ragged(torch.tensor(firsts).repeat_interleave(lengths), lengths)
+
+    def _train_step(self, share: BatchShare, *, with_log_probs: bool, **_: Any) -> Any:
+        own = self._pass("train", share)
+        return StepResult({"loss": 1.0}, True, 1.0, log_probs=own if with_log_probs else None)
 
 
 @pytest.fixture
@@ -119,7 +138,7 @@ def put_bytes(objects: list[Any]) -> int:
 def test_after_a_rollout_is_stored_passes_and_updates_send_numbers_of_samples_alone(
     store: Store,
 ) -> None:
-    group, ranks = group_over(store)
+    group, ranks = group_over(store, dump_log_probs="dump", detect_mismatch=False)
     halves = [np.arange(0, 12), np.arange(12, 24)]
     whole = batch_of(24)
     batch = group.stored(whole, halves)
@@ -189,3 +208,50 @@ def test_objects_hold_samples_of_one_rank_and_are_cut_where_a_rank_has_much(
         assert set().union(*own) == numbers, f"share {part.dp_rank} fetches nothing of others"
         mixed = [samples for samples in own if samples[0] < 12 <= samples[-1]]
         assert len(mixed) <= 1, "mini-batches lie apart"
+
+
+@pytest.mark.parametrize("dumps", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+def test_detectors_get_every_nth_sample_of_a_large_step_from_the_ranks(
+    store: Store, monkeypatch: pytest.MonkeyPatch, dumps: bool, second: bool
+) -> None:
+    """second: an update after the first, which has the log-probs of before that as a column."""
+    monkeypatch.setattr(trainer_group, "MAX_TOKENS", 6 * 300)
+    group, _ = group_over(store, dump_log_probs="dump" if dumps else None)
+    whole = batch_of(24)
+    batch = group.stored(whole)
+    if second:
+        old = whole.columns["rollout_log_probs"]
+        away = store_column(store, whole.with_column("log_probs", old.like(old.values - 1)))
+        batch = batch.with_column("log_probs", away)
+    before = len(store.objects)
+    trained = group.train(batch, 0, 0.5, 1e-3)
+    assert trained.seen is not None and (trained.log_probs is not None) == dumps
+    read = store.objects[before + DP :]
+    seen = fetched(trained.seen)
+    # 24 samples of 300 tokens, at most 1,800: every fifth, as the lengths go.
+    assert [int(tokens[0]) for tokens in seen.columns["unconcat_tokens"]] == [0, 5, 10, 15, 20]
+    for name in ("loss_masks", "rollout_log_probs", "advantages", "weight_versions"):
+        mine = whole.select(range(0, 24, 5)).columns[name]
+        assert torch.equal(seen.columns[name].values, mine.values), name
+    own = [row.unique().tolist() for row in seen.columns["log_probs"]]
+    assert own == [[-i / 4 - 1] if second else [-float(i)] for i in range(0, 24, 5)]
+    seen.check()
+    if not dumps:
+        assert put_bytes(read) < 6 * 330 * 30, "nothing of the others comes back"
+
+
+def store_column(store: Store, batch: RolloutBatch) -> Any:
+    """Log-probs as a pass leaves them with the ranks."""
+    names = ("total_lengths", "response_lengths", "log_probs")
+    part = RolloutBatch({name: batch.columns[name] for name in names})
+    return array_transport.store(part, [np.arange(len(batch))], store.put).columns["log_probs"]
+
+
+def test_a_step_without_detectors_and_dump_returns_no_values(store: Store) -> None:
+    group, _ = group_over(store, detect_mismatch=False)
+    batch = group.stored(batch_of(24))
+    before = len(store.objects)
+    trained = group.train(batch, 0, 0.0, 1e-3)
+    assert trained.seen is None and trained.log_probs is None
+    assert all(held == {} for held in store.objects[before + DP :])

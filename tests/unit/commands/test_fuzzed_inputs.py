@@ -152,14 +152,31 @@ def test_a_run_of_which_nothing_is_readable_is_no_healthy_run(
 
 
 @pytest.mark.parametrize("command", ["report", "doctor"])
-def test_a_run_without_readable_settings_is_told_with_what_is_missing(
-    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("settings", ["a: [", "no mapping", "\0", "lr: &a [*a]"])
+def test_a_run_without_readable_settings_is_shown_and_fails(
+    tmp_path: Path, command: str, settings: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5, "loss": 0.0}\n')
-    (tmp_path / "config.yaml").write_text("a: [")
-    assert main([command, str(tmp_path)]) == 0
+    assert main([command, str(tmp_path)]) == 0  # a job wrote none, or nobody copied them
+    (tmp_path / "config.yaml").write_text(settings)
+    assert main([command, str(tmp_path)]) == 1
     output = capsys.readouterr()
     assert "config.yaml: not readable (" in output.out + output.err
+
+
+@pytest.mark.parametrize("settings", ["a: [", "no mapping", "\0", "lr: &a [*a]"])
+def test_a_run_without_readable_settings_is_not_exported(
+    tmp_path: Path, settings: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, target = tmp_path / "run", tmp_path / "model"
+    checkpoint = run / "checkpoints" / "step_0000001"
+    checkpoint.mkdir(parents=True)
+    (run / "config.yaml").write_text(settings)
+    for source in (run, checkpoint):
+        assert main(["export", str(source), str(target)]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "config.yaml" in line
+    assert not target.exists()
 
 
 @pytest.mark.parametrize(

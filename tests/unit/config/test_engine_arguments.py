@@ -94,3 +94,28 @@ def test_devices_are_not_shared_where_it_cannot_work(
     with pytest.raises(ConfigError, match=message):
         JobConfig(colocate=True, **settings)
     assert JobConfig(colocate=True, rollout_engine="vllm", colocate_sleep_level=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout_engine": "sglang"}, "servers load whole tensors"),
+        ({"rollout_engine": "vllm_server"}, "only the tensors that changed are written anyway"),
+        ({"rollout_engine": "own.module:fn"}, "only the engines transformers and vllm"),
+        ({"colocate": True}, "an engine that sleeps has none to apply a delta to"),
+        ({"lora_rank": 4, "lora_sync": "adapter"}, "nearly all of whose elements change"),
+        ({"rollout_quantization": "int8"}, "does not keep the values that a delta is applied to"),
+    ],
+)
+def test_deltas_are_refused_where_they_would_not_help_or_not_be_exact(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        JobConfig(weight_sync="delta", **settings)
+
+
+def test_deltas_are_not_chosen_by_themselves_and_full_versions_belong_to_them() -> None:
+    assert JobConfig().weight_transport == "broadcast"
+    assert JobConfig(rollout_engine="vllm", weight_sync="delta").weight_transport == "delta"
+    with pytest.raises(ConfigError, match="--full-weights-every"):
+        JobConfig.from_sources({"full_weights_every": 5})

@@ -46,7 +46,7 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 #: Honored with fields of the batch: test_sampling_mask_replay.py and test_score_centering.py in tests/unit/loss.
 WITH_FIELDS = {"rollout_top_p", "use_score_centering"}
-OBSERVING = {"get_mismatch_metrics", "recompute_loss_function"}
+OBSERVING = {"get_mismatch_metrics", "recompute_loss_function", "observe_training_entropy"}
 BAD_VALUES = {
     "allgather_cp": True,
     "qkv_format": "bshd",
@@ -207,6 +207,26 @@ def test_reinforce_with_tis_does_not_weight_the_old_policy() -> None:
     torch.testing.assert_close(loss, (-torch.cat(batch["advantages"]) * cur * weight * mask).sum())
 
 
+def test_score_centering_is_not_of_a_clipped_ratio() -> None:
+    for changes in ({}, {"use_tis": True}):
+        implied = result_with_heads(use_score_centering=True, **changes)
+        named = result_with_heads(use_score_centering=True, pg_loss_type="reinforce", **changes)
+        assert torch.equal(implied, named)
+        ppo = result_with_heads(use_score_centering=True, pg_loss_type="ppo", **changes)
+        assert not torch.equal(implied, ppo)
+
+
+def result_with_heads(**changes: Any) -> Tensor:
+    """The gradient of a batch with the likeliest ids of its sampler."""
+    batch, logits = batch_of_two_updates()
+    lengths = batch["response_lengths"]
+    batch["rollout_topk_token_ids"] = [torch.arange(3).int().expand(n, 3) for n in lengths]
+    batch["rollout_topk_log_probs"] = [torch.full((n, 3), -1.5) for n in lengths]
+    args = slime(score_centering_top_k=3, **changes)
+    loss, _ = policy_loss_function(args, batch, logits, torch.sum)
+    return torch.autograd.grad(loss, logits)[0]
+
+
 def test_ppos_clip_on_gspos_ratio_is_not_token_level() -> None:
     config = loss_config_of(slime(advantage_estimator="gspo", pg_loss_type="ppo"))
     assert config.policy_loss == "gspo"
@@ -243,6 +263,10 @@ def test_low_var_kl_is_not_bounded_before_its_weight() -> None:
         (["--eps-clip-hihg=0.28"], "did you mean --eps-clip-high?"),
         (["--qkv-format", "bshd"], "--qkv-format is bshd: "),
         (["--skip-actor-forward-only"], "--skip-actor-forward-only is True: "),
+        (
+            ["--use-score-centering", "--loss-type", "custom_loss"],
+            "--use-score-centering with --loss-type custom_loss: slime and vime",
+        ),
     ],
 )
 def test_the_check_of_slimes_flags_does_not_pass_over(
@@ -255,5 +279,5 @@ def test_the_check_of_slimes_flags_does_not_pass_over(
 def test_the_check_of_slimes_flags_does_not_refuse_their_other_flags() -> None:
     others = ["--rollout-stop", "x", "--custom-generate-function-path", "a.b", "--lr", "1e-6"]
     others += ["--disable-grpo-std-normalization", "--use-opsm", "--rollout-top-k", "20"]
-    others += ["--use-score-centering"]
+    others += ["--use-score-centering", "--loss-mask-type", "qwen", "--lora-type", "lora"]
     assert check_flags(others) == 0

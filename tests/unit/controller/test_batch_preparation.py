@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,58 @@ def test_rloo_subtracts_the_mean_of_the_others() -> None:
     # 3 - (0 + 0)/2, 0 - (3 + 0)/2, 0 - (3 + 0)/2
     batch = batch_of(JobConfig(advantage_estimator="rloo"), group([3.0, 0.0, 0.0]))
     assert [float(a[0]) for a in batch.columns["advantages"]] == [3.0, -1.5, -1.5]
+
+
+def test_gdpo_takes_every_reward_with_the_weight_of_its_flag() -> None:
+    config = JobConfig(
+        advantage_estimator="gdpo",
+        prompt_data="rows.jsonl",
+        hf_checkpoint="model",
+        reward=("exact", "length_penalty:2"),
+    )
+    rollouts = Rollouts.of([group([1.0, 200.0, 201.0, 0.0])])
+    parts = {
+        "length_penalty": np.array([0.0, 100.0, 100.0, 0.0]),
+        "exact": np.array([1.0, 0.0, 1.0, 0.0]),
+    }
+    batch = prepare_batch(config, rollouts, None, parts)
+    found = [float(a[1]) for a in batch.columns["advantages"]]
+    assert found == pytest.approx([-0.3873, 0.3873, 1.1619, -1.1619], abs=1e-4)
+    with pytest.raises(BatchError, match="this rollout has no exact, length_penalty: an env"):
+        prepare_batch(config, rollouts)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"reward": ("exact",)}, "gdpo with 1 --reward: it normalizes each of several"),
+        (
+            {"reward": ("exact", "length_penalty"), "overlong_buffer_length": 2},
+            "--overlong-buffer-length is 2 with --advantage-estimator gdpo",
+        ),
+    ],
+)
+def test_gdpo_without_several_rewards_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        JobConfig(
+            advantage_estimator="gdpo",
+            prompt_data="rows.jsonl",
+            hf_checkpoint="model",
+            **settings,
+        )
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("remax", "the reward of a greedy response"),
+        ("rae", "environments here have one role"),
+        ("optimal_token_baseline", "the sum of squared probabilities"),
+    ],
+)
+def test_estimators_that_need_what_nothing_reports_say_so(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"--advantage-estimator {name}: .*{reason}.*Use "):
+        JobConfig(advantage_estimator=name)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from plugin.controller.training_loop import Position, TrainingLoop
+from plugin.errors import ActorLost, BatchLost
 from plugin.weights.buckets import NO_WEIGHTS
 
 
@@ -58,3 +60,27 @@ def test_the_checkpoint_gets_a_version_that_no_kept_group_comes_from(
 
 def test_a_synchronous_run_repeats_its_versions_whatever_the_journal_has() -> None:
     assert resumed([5, 6], asynchronous=False) == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("error", "forgets"),
+    [(BatchLost("a part of the batch is lost"), True), (ActorLost("rank 0 died"), False)],
+)
+def test_finished_groups_are_kept_by_a_restart_unless_parts_of_them_may_be_lost(
+    error: ActorLost, forgets: bool
+) -> None:
+    told: list[str] = []
+
+    def log(word: str) -> Any:
+        return lambda *_, **__: told.append(word)
+
+    loop: Any = object.__new__(TrainingLoop)
+    loop._config = SimpleNamespace(staleness_limit=2)
+    loop._trainer = SimpleNamespace(dead_ranks=list, restart=log("restart"))
+    loop._engines = SimpleNamespace(keep_groups=log("keep"))
+    loop._queue = SimpleNamespace(forget_stored=log("forget stored"))
+    loop._console = SimpleNamespace(log=lambda text: None)
+    loop._devices = SimpleNamespace(restarting=contextlib.nullcontext)
+    loop._count_restart, loop._go_back_to_checkpoint = lambda error: None, log("go back")
+    loop._recover(error)
+    assert told == ["keep", *["forget stored"] * forgets, "restart", "go back"]

@@ -15,11 +15,10 @@ from plugin.batch_types import RolloutBatch
 from plugin.cluster import array_transport
 from plugin.cluster.array_transport import store
 from plugin.config import JobConfig
-from plugin.controller import step_records
 from plugin.controller.shared_devices import OwnDevices
 from plugin.controller.step_records import StepRecords, seen_columns
 from plugin.controller.training_loop import Position, TrainingLoop
-from plugin.errors import ParallelError
+from plugin.errors import BatchLost, ParallelError
 from plugin.observe.run_files import RunFiles
 from plugin.observe.run_record import read_prompts, read_run, read_samples
 from plugin.tools.doctor.run_diagnosis import diagnose
@@ -35,7 +34,7 @@ def records_in(directory: Path) -> StepRecords:
 
 def test_nothing_is_written_before_it_is_asked_for_and_nothing_twice(tmp_path: Path) -> None:
     records = records_in(tmp_path / "run")
-    trained: Any = SimpleNamespace(log_probs=None, skipped=None, overflow=False)
+    trained: Any = SimpleNamespace(seen=None, skipped=None, overflow=False)
     batch: Any = RolloutBatch({})
     records.log_samples(1, lambda: [{"prompt": "1="}])
     records.add({"step": 1, "weight_version": 0}, batch, trained, of_rollout_weights=True)
@@ -58,10 +57,8 @@ def test_another_model_is_found_before_anything_is_said_about_rewards(tmp_path: 
     history: list[dict[str, Any]] = [{"step": i, **idle} for i in range(1, 20)]
     records = StepRecords(config, files, SimpleNamespace(), console, history)  # type: ignore[arg-type]
     columns = rollout(Language(seed=5), LANGUAGE)
-    trained: Any = SimpleNamespace(
-        log_probs=columns.pop("log_probs"), skipped=None, overflow=False, live_routes=None
-    )
     batch: Any = RolloutBatch(columns)
+    trained: Any = SimpleNamespace(seen=batch, skipped=None, overflow=False, live_routes=None)
     line = {"step": 20, "weight_version": 0, **idle}
     records.add(line, batch, trained, of_rollout_weights=True)
     records.write()
@@ -131,29 +128,37 @@ def test_a_step_is_recorded_though_its_weights_cannot_be_sent() -> None:
     assert told == ["training", "records"]
 
 
-def test_detectors_get_every_nth_sample_of_a_large_step_and_routes_of_the_first(
+def test_what_could_not_be_written_is_forgotten_when_the_run_goes_back(tmp_path: Path) -> None:
+    """A dump of log-probs that are lost fails; the steps after it are repeated."""
+    records = records_in(tmp_path / "run")
+
+    def lost() -> None:
+        raise BatchLost("a part of the batch is lost")
+
+    records._waiting.append(lost)
+    records.log_prompts(1, [4, 5], {})
+    with pytest.raises(BatchLost):
+        records.write()
+    records.go_back(0)
+    records.log_prompts(0, [0, 1], {})
+    records.write()
+    assert [record["trained"] for record in read_prompts(tmp_path / "run")] == [[0, 1]]
+
+
+def test_detectors_get_what_the_ranks_return_and_routes_of_the_first_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_records, "MAX_TOKENS", 10)
-    ones = [torch.ones(3, dtype=torch.int64)] * 8
     routes = [torch.full((4, 1, 1), i, dtype=torch.int8) for i in range(8)]
     batch = RolloutBatch(
-        {
-            "unconcat_tokens": [torch.full((4,), i) for i in range(8)],
-            "total_lengths": [4] * 8,
-            "response_lengths": [3] * 8,
-            "loss_masks": ones,
-            "log_probs": [torch.full((3,), -float(i)) for i in range(8)],
-            "rollout_routed_experts": routes,
-        }
+        {"total_lengths": [4] * 8, "response_lengths": [3] * 8, "rollout_routed_experts": routes}
     )
     objects: list[Any] = []
     away = store(batch, [np.arange(5), np.arange(5, 8)], lambda a: objects.append(a) or objects[-1])  # type: ignore[func-returns-value]
     monkeypatch.setattr(array_transport, "_of_ray", list)
-    trained: Any = SimpleNamespace(live_routes=[1, 2])
-    # 24 tokens, at most 10: every third sample.
-    for given in (batch, away):
-        seen = seen_columns(given, trained)
-        assert [tokens[0].item() for tokens in seen["unconcat_tokens"]] == [0, 3, 6]
-        assert [row[0].item() for row in seen["log_probs"]] == [0, -3, -6]
-        assert [row[0].item() for row in seen["rollout_routed_experts"]] == [0, 1]
+    few = RolloutBatch(
+        {"total_lengths": [4], "response_lengths": [3], "log_probs": [torch.tensor([-1.0] * 3)]}
+    )
+    trained: Any = SimpleNamespace(live_routes=[1, 2], seen=few)
+    seen = seen_columns(away, trained)
+    assert [row.tolist() for row in seen["log_probs"]] == [[-1.0] * 3]
+    assert [row[0].item() for row in seen["rollout_routed_experts"]] == [0, 1]

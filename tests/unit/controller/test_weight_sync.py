@@ -18,7 +18,15 @@ from plugin.config import JobConfig
 from plugin.controller import weight_sync
 from plugin.controller.weight_sync import WeightSync
 from plugin.engines.weight_changes import ProbeAnswer
-from plugin.errors import ActorLost, EngineError, ParallelError, TransferError, WeightError
+from plugin.errors import (
+    ActorLost,
+    DeltaError,
+    EngineError,
+    ParallelError,
+    TransferError,
+    WeightError,
+)
+from plugin.weights.delta import Changes
 from plugin.weights.group import GroupStore, WeightGroup
 
 pytestmark = pytest.mark.usefixtures("jumping_clock")
@@ -99,17 +107,26 @@ class Trainer:
         self.script, self.sent = script or {}, 0
         self.with_base: list[bool] = []
         self.checksum_dtypes: list[str | None] = []
+        self.since: list[int | None] = []
+        self.ranks = ["rank"]
 
     def rank_ids(self) -> list[str]:
-        return ["rank"]
+        return self.ranks
 
     def while_idle(self) -> None:
         pass
 
     def send_weights(
-        self, version: int, group: WeightGroup, *, with_base: bool, checksum_dtype: str | None
+        self,
+        version: int,
+        group: WeightGroup,
+        *,
+        with_base: bool,
+        checksum_dtype: str | None,
+        since: int | None,
     ) -> dict[Call, str]:
         self.sent += 1
+        self.since.append(since)
         self.with_base.append(with_base)
         self.checksum_dtypes.append(checksum_dtype)
         return {Call(self.script.get(self.sent, lambda: SentPart(0, 100, 2))): "rank 0"}
@@ -230,6 +247,86 @@ def test_the_base_of_adapters_is_sent_once_and_again_to_an_engine_that_was_repla
     sync.send(3, wait=True)
     assert engines.replaced == [0]
     assert trainer.with_base == [True, False, False, True, False]
+
+
+def test_every_nth_version_is_sent_in_full_and_the_others_as_deltas() -> None:
+    changes = iter([Changes(1, 100), Changes(3, 100), Changes(2, 100)])
+    engines, trainer = Engines({}), Trainer()
+    sync = sync_of(engines, trainer, weight_sync="delta", full_weights_every=3)
+    shares = []
+    for version in range(5):
+        if version % 3:
+            part = SentPart(0, 100, 0, changes=next(changes))
+            trainer.script[version + 1] = lambda part=part: part  # type: ignore[misc]
+        sync.send(version, wait=True)
+        shares.append(sync.metrics().get("weight_changed_share"))
+    assert trainer.since == [None, 0, 1, None, 3]
+    assert shares == [None, 0.01, 0.03, None, 0.02]
+    assert len(engines.groups) == 1 and engines.versions == {0: 4, 1: 4}
+
+
+def test_after_a_loss_the_others_get_a_full_version_too() -> None:
+    engines, trainer = Engines({}), Trainer()
+    sync = sync_of(engines, trainer, weight_sync="delta")
+    sync.send(0, wait=True)
+    # Engine 0 dies in the delta to version 1, which engine 1 has half of.
+    engines.script |= {
+        (1, 0): raising(ActorLost("died")),
+        (1, 1): raising(TransferError("called off")),
+    }
+    trainer.script[2] = raising(TransferError("called off"))
+    sync.send(1, wait=True)
+    assert trainer.since == [None, 0, None] and engines.versions == {0: 1, 1: 1}
+    sync.send(2, wait=True)
+    assert trainer.since[3:] == [1]
+
+
+def test_an_engine_that_starts_between_two_versions_gets_a_full_one_and_then_deltas() -> None:
+    engines, trainer = Engines({}), Trainer()
+    sync = sync_of(engines, trainer, weight_sync="delta")
+    for version in (0, 1):
+        sync.send(version, wait=True)
+    engines.replace_unless_done(0, "actor 0", "killed")
+    engines.versions[0] = None
+    with sync.trainer_holds_still(contextmanager(lambda: iter([None]))):
+        engines.catch_up()  # type: ignore[misc]
+    sync.send(2, wait=True)
+    assert trainer.since == [None, 0, None, 1] and engines.versions == {0: 2, 1: 2}
+
+
+def test_new_ranks_have_no_copy_that_a_delta_could_be_made_from() -> None:
+    engines, trainer = Engines({}), Trainer()
+    sync = sync_of(engines, trainer, weight_sync="delta")
+    sync.send(0, wait=True)
+    trainer.ranks = ["another rank"]
+    for version in (1, 2):
+        sync.send(version, wait=True)
+    assert trainer.since == [None, None, 1]
+
+
+def test_a_delta_that_does_not_lead_to_the_weights_is_repaired_and_is_an_error_if_it_repeats() -> (
+    None
+):
+    engines, trainer = Engines({}), Trainer()
+    said: list[str] = []
+    sync = sync_of(engines, trainer, weight_sync="delta")
+    sync._console = SimpleNamespace(warn=said.append)  # type: ignore[assignment]
+    sync.send(0, wait=True)
+    engines.script[1, 1] = raising(DeltaError("engine 1: first of them b"))
+    sync.send(1, wait=True)
+    # Engine 1 gets all of version 1, alone, over a group of its own.
+    assert trainer.since == [None, 0, None] and engines.versions == {0: 1, 1: 1}
+    assert sync.metrics()["weight_repairs"] == 1 and not engines.replaced
+    assert said == ["engine 1: first of them b; it gets all of version 1"]
+    with pytest.raises(TransferError, match="called off: a delta did not lead"):
+        GroupStore(engines.groups[0]).barrier("joined")
+    # A delta that succeeds in between is forgiven; one after the next is not.
+    sync.send(2, wait=True)
+    engines.script[3, 1] = raising(DeltaError("engine 1: first of them b"))
+    sync.send(3, wait=True)
+    engines.script[5, 1] = raising(DeltaError("engine 1: first of them b"))
+    with pytest.raises(WeightError, match="so did its last delta, although a full version"):
+        sync.send(4, wait=True)
 
 
 def test_a_lost_rank_is_raised_when_the_engines_have_ended() -> None:

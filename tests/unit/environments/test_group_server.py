@@ -113,3 +113,20 @@ def test_a_canceled_group_holds_nobody_up() -> None:
     server.cancel(1)
     server.hold()
     assert player.open == 0 and server.collect(0) == []
+
+
+def test_a_call_that_overtakes_the_cancellation_before_it_gets_nothing_of_the_canceled_groups() -> (
+    None
+):
+    player, found = OneByOne(), list[Any]()
+    server = GroupServer(player).start()
+    player.finish.set()
+    server.submit({0: REQUEST}, SamplingParameters(), -1)
+    with server.held():  # group 0 is done
+        collects = threading.Thread(target=lambda: found.append(server.collect(1)))
+        collects.start()
+        collects.join(0.2)
+        server.cancel(1)
+    server.submit({7: REQUEST}, SamplingParameters(), -1)
+    collects.join(10)
+    assert [[group for group, _ in done] for done in found] == [[7]]

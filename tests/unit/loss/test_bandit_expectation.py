@@ -105,6 +105,7 @@ UNBIASED = [
     ("dppo_kl", None),
     ("gmpo", "vanilla_tis_function"),  # with a clip of log r at 1 and 1e6, which nothing reaches
     ("ipo_tv", None),
+    ("clip_cov", "vanilla_tis_function"),  # no covariance of the bandit is above 1: none is dropped
     ("minpro", None),  # of a single token there is no prefix
 ]
 
@@ -196,6 +197,36 @@ def test_thresholds_of_the_batch_bias_exactly_as_their_formula_says() -> None:
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
         # ... and not at all when engine and trainer agree
         assert relative_error(expected_gradient(CUR, TRAIN, TRAIN, **flags)) < 1e-5
+
+
+def test_what_selects_or_adds_biases_exactly_as_its_formula_says() -> None:
+    cur, train, rollout = (p.double().log_softmax(-1) for p in (CUR, TRAIN, ROLLOUT))
+    a, mismatch, moved = ADVANTAGES.double(), (train - rollout).exp(), cur - train
+    exact = mismatch * moved.exp() * a
+    # of A - 0.7 = 0.3, -1.2, 1.3, -0.4 and of what log pi_train is from its mean
+    covariance = (a - a.mean()) * (train - train.mean())
+    assert covariance.max() < 0.5
+    tis, nll = correction("vanilla_tis_function"), {"positive_nll_coef": 0.1}
+    dropping = {"clip_cov_ratio": 1.0, "clip_cov_low": -0.1, "clip_cov_high": 1.0}
+    inside = (covariance > -0.1) & (covariance < 1)
+    assert 0 < int(inside.sum()) < 4
+    largest = covariance >= covariance.sort().values[-2]
+    for flags, expected in (
+        ({"policy_loss": "clip_cov", **dropping, **tis}, torch.where(inside, 0.0, exact)),
+        # the pull is no gradient of the advantage and not weighted
+        (
+            {"policy_loss": "kl_cov", "kl_cov_ratio": 0.5, "kl_cov_coef": 0.3, **tis},
+            exact - 0.3 * torch.where(largest, moved.sign(), 0.0),
+        ),
+        ({"policy_loss": "reinforce", **nll}, a + 0.1 * (a > 0)),
+        # one factor for all: the direction is exact
+        ({"policy_loss": "ppo", "tis_batch_normalize": True, **tis}, exact / mismatch.mean()),
+    ):
+        gradient = expected_gradient(CUR, TRAIN, ROLLOUT, **flags)
+        torch.testing.assert_close(gradient, expected_of(expected), rtol=1e-4, atol=1e-6)
+    # On the first update nothing pulls.
+    first = {"policy_loss": "kl_cov", "kl_cov_ratio": 1.0, **tis}
+    assert relative_error(expected_gradient(CUR, CUR, ROLLOUT, **first)) < 1e-5
 
 
 @pytest.mark.parametrize("base", sorted(POLICY_LOSSES))

@@ -30,6 +30,28 @@ def test_a_product_and_its_gradients_are_those_of_float64() -> None:
         assert (one - other).abs().max() < 1e-6 * other.abs().max()
 
 
+def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
+    x, w = torch.randn(0, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    y = CpuProduct.apply(x, w)
+    y.sum().backward()
+    assert y.shape == (0, 6) and x.grad.shape == (0, 8)
+    assert torch.equal(w.grad, torch.zeros(6, 8))
+
+
+def test_a_second_derivative_is_refused_instead_of_wrong() -> None:
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    (once,) = torch.autograd.grad(CpuProduct.apply(x, w).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        once.square().sum().backward()
+
+
+def test_a_torch_that_does_not_know_its_cpu_keeps_its_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert not cpu_products.has_slow_products()
+
+
 def test_a_frozen_weight_has_no_gradient_and_keeps_no_inputs() -> None:
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8)
     y = CpuProduct.apply(x, w)

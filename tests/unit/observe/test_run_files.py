@@ -171,3 +171,10 @@ def test_evaluations_are_read_apart_from_the_steps_and_taken_back_with_them(tmp_
     record = read_run(tmp_path)
     assert [(step["step"], step["reward"]) for step in record.steps] == [(1, 0.5), (2, 0.6)]
     assert [line["step"] for line in record.evaluations] == [0, 1]
+
+
+def test_a_long_history_holds_the_name_of_a_metric_once(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "mismatch/k3": 0.1}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    first, second = read_run(tmp_path).steps
+    assert all(a is b for a, b in zip(first, second, strict=True))

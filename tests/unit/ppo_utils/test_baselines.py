@@ -14,6 +14,8 @@ from plugin.errors import BatchError, ConfigError
 from plugin.ppo_utils.advantages import (
     ESTIMATORS,
     best_of_group_advantages,
+    gdpo_advantages,
+    grpo_advantages,
     maxrl_advantages,
     opo_advantages,
     rloo_advantages,
@@ -114,6 +116,30 @@ def test_maxrl_of_a_group_without_a_success_is_zero_and_of_negative_rewards_refu
     assert maxrl_advantages(torch.zeros(2), group).tolist() == [0.0, 0.0]
     with pytest.raises(BatchError, match=r"one reward is -1\.0; rewards must be at least 0"):
         maxrl_advantages(torch.tensor([1.0, -1.0]), group)
+
+
+def test_gdpo_normalizes_every_reward_by_itself_and_then_the_sum() -> None:
+    # rewards 1, 0, 1, 0 and 0, 100, 100, 0: both are -+0.866 after their own deviation; weights 1 and 2:
+    # -0.866, 0.866, 2.598, -2.598, whose deviation is sqrt(15 / 3) = 2.2361
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 100.0], [1.0, 100.0], [0.0, 0.0]])
+    one_group = torch.zeros(4).long()
+    found = gdpo_advantages(rewards, one_group, [1.0, 2.0]).tolist()
+    assert found == pytest.approx([-0.3873, 0.3873, 1.1619, -1.1619], abs=1e-4)
+    # Two prompts without a difference inside: nothing is learned, whatever the rewards.
+    apart = gdpo_advantages(torch.tensor([[0.1, 3.0]] * 3), torch.tensor([4, 4, 9]), [1.0, 1.0])
+    assert apart.tolist() == [0.0, 0.0, 0.0]
+    assert gdpo_advantages(torch.zeros(0, 2), torch.zeros(0).long(), [1.0, 1.0]).tolist() == []
+
+
+def test_gdpo_tells_responses_apart_that_earn_the_same_sum() -> None:
+    # two right ones of four, one short one: sums 1, 1, 1, 0, of which GRPO makes three equal advantages
+    rewards = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    groups = torch.zeros(4).long()
+    found = gdpo_advantages(rewards, groups, [1.0, 1.0])
+    # 0.866 - 0.5 = 0.366, twice; -0.866 + 1.5 = 0.634; -0.866 - 0.5 = -1.366; deviation 0.9194
+    assert found.tolist() == pytest.approx([0.3981, 0.3981, 0.6896, -1.4858], abs=1e-4)
+    sums = grpo_advantages(rewards.sum(1), groups)
+    assert float(sums[:3].max() - sums[:3].min()) < 1e-6
 
 
 def test_best_of_group_rewards_only_what_lifts_the_maximum() -> None:

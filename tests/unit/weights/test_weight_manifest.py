@@ -13,8 +13,8 @@ from torch import Tensor
 from plugin.errors import TransferError
 from plugin.weights.lane import bucket_sizes
 from plugin.weights.manifest import Manifest, Packing, in_turns
-from plugin.weights.traffic import traffic_of
 from tests.unit.tools.plan.model_facts import MODELS
+from tests.unit.weights.traffic import traffic_of
 
 Part = Iterator[tuple[str, Tensor] | None]
 

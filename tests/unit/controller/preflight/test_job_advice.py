@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from plugin.cluster.model_source import ModelSource
 from plugin.config import JobConfig
@@ -141,3 +142,13 @@ def test_what_vllm_reserves_is_held_against_what_is_left_and_what_is_asked() -> 
     assert lines(with_room(512 - 7, **room, weights=7 * ROW), **vllm, **half) == []
     (found,) = lines(with_room(512 - 8, **room, weights=7 * ROW), **vllm, **half)
     assert found.endswith("lower --vllm-args gpu_memory_utilization")
+
+
+def test_bfloat16_is_advised_only_where_float32_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    instructions = {"avx512_f": True, "avx512_bf16": True}
+    for name, faster in (("Intel(R) Xeon(R)", True), ("AMD EPYC", False)):
+        found = instructions | {"cpu_name": name}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
+        assert Machine.here(PLENTY).multiplies_bfloat16 is faster
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert not Machine.here(PLENTY).multiplies_bfloat16

@@ -8,6 +8,7 @@ from plugin.config import JobConfig
 from plugin.controller.preflight.resource_checks import (
     RayMachine,
     refuse_few_files,
+    refuse_large_copies,
     rollout_bytes,
     store_warnings,
 )
@@ -22,6 +23,22 @@ def test_a_job_of_more_processes_than_files_is_refused_with_the_number_it_needs(
     refuse_few_files(config, 256 + 16 * 128)
     with pytest.raises(ConfigError, match=r"may open 1024 files .* need about 2304; .*ulimit -n"):
         refuse_few_files(config, 1024)
+
+
+def test_copies_for_deltas_are_one_of_the_trainer_and_one_of_every_worker_of_vllm() -> None:
+    assert refuse_large_copies(JobConfig(), 60 * GIB, GIB) == 0
+    assert refuse_large_copies(JobConfig(weight_sync="delta"), 60 * GIB, 64 * GIB) == 60 * GIB
+    config = JobConfig(
+        weight_sync="delta",
+        rollout_engine="vllm",
+        num_rollout_engines=2,
+        rollout_num_gpus_per_engine=4,
+    )
+    assert refuse_large_copies(config, 60 * GIB, 9 * 60 * GIB) == 9 * 60 * GIB
+    with pytest.raises(
+        ConfigError, match=r"keeps 9 copies of 60\.0 GiB .*\(1 of the trainer, 4 of"
+    ):
+        refuse_large_copies(config, 60 * GIB, 512 * GIB)
 
 
 def test_the_bytes_of_a_rollout_follow_from_its_samples_tokens_and_routes() -> None:

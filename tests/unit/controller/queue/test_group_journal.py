@@ -115,7 +115,7 @@ def test_groups_of_other_settings_or_prompts_are_not_read(tmp_path: Path) -> Non
     said: list[str] = []
     journal_in(tmp_path).add(some_groups(1)[0])
     other = GroupJournal(tmp_path, "other", 3, said.append)
-    assert other.read() == [] and "made with other settings" in said[0]
+    assert other.read() == [] and "made with different settings" in said[0]
     config = JobConfig(use_tis=True)
     key = group_key(config, None)
     assert key != group_key(replace(config, max_response_length=7), None)
@@ -136,7 +136,7 @@ def test_a_full_disk_ends_the_journal_and_nothing_else(tmp_path: Path) -> None:
         journal.add(groups[1])
     journal.add(groups[2])
     journal.begin_batch()
-    assert len(said) == 1 and "File too large" in said[0] and "generates again" in said[0]
+    assert len(said) == 1 and "File too large" in said[0] and "samples again" in said[0]
     assert file.read_bytes() == whole
     assert [group.index for group in journal_in(tmp_path).read()] == [0]
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugin.batch_types import RolloutSample
+from plugin.batch_types import RolloutBatch, RolloutSample
 from plugin.cluster import assignments
 from plugin.cluster.assignments import Assignments
 from plugin.config import JobConfig
@@ -25,6 +27,7 @@ from plugin.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.engines.transformers.engine import TransformersEngine
 from plugin.environments.trajectory import Rollouts, Trajectory, failed
 from plugin.errors import ConfigError, EngineError
+from plugin.ragged import Stored
 from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer, CopyDigitsTask
 from tests.parallel.tiny_models import tiny_qwen3
 from tests.unit.engines.tiny_engines import load, loaded_engine
@@ -282,6 +285,51 @@ def test_partial_rollouts_that_cannot_work_are_refused(
         JobConfig.from_sources({**settings, "policy_loss": "icepop"})
 
 
+LONG = {
+    "async_rollouts": True,
+    "max_weight_staleness": 2,
+    "max_response_length": 4096,
+    "policy_loss": "icepop",
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "interrupts"),
+    [
+        ({}, True),
+        ({"rollout_engine": "vllm"}, True),
+        ({"rollout_engine": "vllm_server"}, True),
+        ({"max_token_staleness": 1}, True),
+        # A group with a response over three versions would be dropped.
+        ({"max_weight_staleness": 1}, False),
+        # Waiting is short.
+        ({"max_response_length": 4095}, False),
+        ({"async_rollouts": False, "max_weight_staleness": None}, False),
+        # It has no such mode, or its servers may have none.
+        ({"rollout_engine": "mine.engines:make"}, False),
+        (
+            {"rollout_engine": "http", "rollout_url": "http://a:1", "rollout_weights_dir": "/w"},
+            False,
+        ),
+        # It would not report the routes that a response was sampled with.
+        (
+            {
+                "rollout_engine": "vllm",
+                "use_rollout_routing_replay": "ids",
+                "embedded_model": "qwen3_moe",
+            },
+            False,
+        ),
+        ({"partial_rollouts": False}, False),
+        ({"max_response_length": 8, "partial_rollouts": True}, True),
+    ],
+)
+def test_weights_do_not_wait_for_long_responses_where_pausing_loses_nothing(
+    settings: dict[str, Any], interrupts: bool
+) -> None:
+    assert JobConfig.from_sources(LONG | settings).interrupts_responses == interrupts
+
+
 def test_prompts_are_shared_out_among_engines() -> None:
     queue, direct = make_queue(engines=2)
     queue._issue()
@@ -453,6 +501,33 @@ def test_a_trainer_that_goes_back_trains_on_the_groups_that_its_engines_have() -
         *range(8, 12),
     ]
     assert len({request.prompt_index for request in direct.served}) == queue.counts.issued
+    assert queue.counts.issued == queue.counts.taken + queue.under_way
+
+
+@pytest.mark.parametrize("parts_are_elsewhere", [False, True])
+def test_finished_groups_of_which_parts_may_be_lost_are_generated_again(
+    parts_are_elsewhere: bool,
+) -> None:
+    queue, direct = make_queue(async_rollouts=True, max_weight_staleness=2, rollout_max_batch=8)
+    queue.begin()
+    direct.work()
+    start = json.loads(json.dumps(queue.state()))
+    queue.take(0)
+    if parts_are_elsewhere:
+        for group in queue._ready.values():
+            nowhere = Stored([0], np.zeros(len(group.rollouts.batch), int), np.arange(8))
+            columns = {**group.rollouts.batch.columns, "rollout_routed_experts": nowhere}
+            group.rollouts = replace(group.rollouts, batch=RolloutBatch(columns))
+    queue.pump()
+    assert len(direct.waiting) > 0 and len(queue._ready) == 4
+    queue.forget_stored()
+    # 8 to 11 are running and stay in any case.
+    assert queue.restore(start, keep_for=1) == (4 if parts_are_elsewhere else 8)
+    trained = sorted(g.index for _ in range(3) for g in queue.take(1))
+    assert trained == list(range(12))
+    asked = [request.prompt_index for request in direct.served]
+    twice = [i for i in range(12) if asked.count(i) == 2]
+    assert twice == [*range(8 if parts_are_elsewhere else 4)]
     assert queue.counts.issued == queue.counts.taken + queue.under_way
 
 

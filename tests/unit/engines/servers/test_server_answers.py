@@ -196,7 +196,7 @@ def test_both_servers_are_asked_for_their_likeliest_ids_and_understood() -> None
     "rows, message",
     [
         (LIKELIEST[:2], "2 rows of likeliest ids for 3 tokens"),
-        ([*LIKELIEST[:2], [(7, -0.1)]], "1 likeliest ids came back for token 2 where 2 were asked"),
+        ([*LIKELIEST[:2], [(7, -0.1)]], "1 likeliest ids instead of 2 came back for token 2"),
         ([*LIKELIEST[:2], [(7, 0.5), (1, -1.0)]], "are no log-probs of 96 ids"),
         ([*LIKELIEST[:2], [(96, -0.5), (1, -1.0)]], "are no log-probs of 96 ids"),
         ([*LIKELIEST[:2], [(7, "x"), (1, -1.0)]], "are no log-probs of 96 ids"),
@@ -218,10 +218,11 @@ def test_an_answer_without_likeliest_ids_or_with_other_names_is_not_used() -> No
         dialect = VllmDialect(SHAPE) if "choices" in body else SglangDialect(SHAPE)
         with pytest.raises(MalformedAnswer):
             dialect.parse(body, REQUEST, HEADED, 1)
-    named = vllm_head(LIKELIEST)
-    named["choices"][0]["logprobs"]["top_logprobs"][1] = {" the": -0.2, "token_id:1": -2.0}
-    with pytest.raises(MalformedAnswer, match="expected token_id:<id>"):
-        VllmDialect(SHAPE).parse(named, REQUEST, HEADED, 1)
+    for name in (" the", f"token_id:{'9' * 5000}"):
+        named = vllm_head(LIKELIEST)
+        named["choices"][0]["logprobs"]["top_logprobs"][1] = {name: -0.2, "token_id:1": -2.0}
+        with pytest.raises(MalformedAnswer, match="expected token_id:<id>"):
+            VllmDialect(SHAPE).parse(named, REQUEST, HEADED, 1)
 
 
 def test_both_forms_of_vllms_sampling_mask_are_read() -> None:

@@ -354,8 +354,18 @@ def test_blocks_attend_to_what_the_whole_padded_cache_gives(value_size: int) -> 
     assert torch.allclose(found, whole.transpose(1, 2), atol=1e-6)
 
 
-@pytest.mark.parametrize("value_size", [8, 5])
-def test_contexts_side_by_side_attend_to_themselves_alone(value_size: int) -> None:
+@pytest.mark.parametrize("value_size", [8, 5, 11])
+def test_contexts_side_by_side_attend_to_themselves_alone(
+    value_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def without_scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        # What torch's kernels that hold no scores [S, S] ask for.
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and "attn_mask" not in options
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(decode_batch, "scaled_dot_product_attention", without_scores)
     draw = torch.Generator().manual_seed(0)
     lengths = [5, 5, 3, 1]
     query = torch.randn(1, 6, sum(lengths), 8, generator=draw)

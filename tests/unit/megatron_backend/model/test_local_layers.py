@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from plugin.errors import BatchError, ConfigError
-from plugin.megatron_backend.model.local_layers import SequenceParallelRMSNorm
+from plugin.megatron_backend.model.local_layers import LocalCoreAttention, SequenceParallelRMSNorm
 from plugin.megatron_backend.model.packed_attention import PackedLayout, attend_in_blocks
 
 
@@ -79,6 +79,51 @@ def test_samples_that_do_not_fit_are_refused_with_the_numbers() -> None:
         PackedLayout.from_lengths([6], cp_size=2)
     with pytest.raises(BatchError, match=r"need 9 positions but the row has 8"):
         PackedLayout.from_lengths([4, 5], row_length=8)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 5), (5, 8)])
+def test_keys_and_values_may_differ_in_size_either_way(
+    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key_size, value_size = sizes
+    alone = SimpleNamespace(size=lambda: 1)
+    attention = LocalCoreAttention(
+        SimpleNamespace(
+            kv_channels=key_size,
+            attention_dropout=0.0,
+            window_size=None,
+            window_attn_skip_freq=None,
+            softmax_type="vanilla",
+        ),  # type: ignore[arg-type]
+        1,
+        pg_collection=SimpleNamespace(tp=alone, cp=alone),  # type: ignore[arg-type]
+    )
+    kernel = F.scaled_dot_product_attention
+
+    def without_scores(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object
+    ) -> torch.Tensor:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        return kernel(q, k, v, **options)  # type: ignore[arg-type]
+
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(7, 1, 2, size, generator=draw, dtype=torch.float64, requires_grad=True)
+        for size in (key_size, key_size, value_size)
+    )
+    scores = torch.einsum("sbhd,tbhd->bhst", q, k) / key_size**0.5
+    weights = scores.masked_fill(~torch.ones(7, 7).tril().bool(), -torch.inf).softmax(-1)
+    expected = torch.einsum("bhst,tbhd->sbhd", weights, v).flatten(2)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", without_scores)
+    found = attention(q, k, v, None, packed_seq_params=PackedLayout.from_lengths([7]))
+    torch.testing.assert_close(found, expected)
+    along = torch.randn(found.shape, generator=draw, dtype=torch.float64)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, (q, k, v), along),
+        torch.autograd.grad(expected, (q, k, v), along),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs)
 
 
 def norm_config(**changes: object) -> SimpleNamespace:

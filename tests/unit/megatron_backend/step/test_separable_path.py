@@ -16,6 +16,8 @@ from plugin.config import ROLLOUT_LOSSES, TrainerConfig
 from plugin.errors import BatchError, ConfigError
 from plugin.logprobs import row_gradients
 from plugin.logprobs.kernels import blocked_torch
+from plugin.loss.hook_chain import batch_declarations, statistics_of
+from plugin.loss.inputs import KnownTokens
 from plugin.loss.partial_objective import separable_obstacle, takes_separable_head
 from plugin.loss.policy_losses import POLICY_LOSSES
 from plugin.megatron_backend.step.loss_scaling import LossScale, total_weight
@@ -81,6 +83,12 @@ class Outcome:
         logits = logits[:, :-1].to(dtype)
         groups, errors = place(), ErrorCollector(CPU)
         (prepared,) = prepare([Microbatch(batch, is_padding=False)], groups)
+        if batch_declarations(config):
+            known = KnownTokens.of(config, prepared.columns, prepared.inputs.shards)
+            old = known.fields["train_log_probs"]
+            assert old is not None
+            found = statistics_of(config, known.at_policy(config, old, None))
+            prepared.columns["batch_statistics"] = found
         if spoil:  # rows without loss may hold anything
             logits[0, ~prepared.loss_rows] = float("nan")
         weight = total_weight(batch, per_token=config.per_token)

@@ -1,0 +1,1 @@
+"""How far a real model's log-probs are apart between engines, precisions and ways of computing them."""
