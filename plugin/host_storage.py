@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,8 @@ class HostStorage:
     ) -> None:
         self._tensors, self._keeps_values = tensors, keeps_values
         self._parked: list[_Parked] = []
+        # Locking pages takes about as long as copying them, so they are kept for the next time.
+        self._pinned: list[Tensor] = []
 
     @property
     def is_parked(self) -> bool:
@@ -45,7 +49,7 @@ class HostStorage:
         if self._parked:
             return 0
         found = [
-            _Parked(storage, storage.nbytes(), _copy(storage) if self._keeps_values else None)
+            _Parked(storage, storage.nbytes(), self._copy(storage) if self._keeps_values else None)
             for storage in _storages(self._tensors())
         ]
         self._parked = found
@@ -70,7 +74,18 @@ class HostStorage:
                 whole.zero_()
             else:
                 whole.copy_(item.values)
+                if whole.is_cuda:
+                    self._pinned.append(item.values)
         self._parked = []
+
+    def _copy(self, storage: torch.UntypedStorage) -> Tensor:
+        """The values of a storage in host memory."""
+        host = next((held for held in self._pinned if held.numel() == storage.nbytes()), None)
+        if host is not None:
+            self._pinned = [held for held in self._pinned if held is not host]
+        else:
+            host = _host_memory(storage)
+        return host.copy_(_bytes_of(storage))
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
@@ -91,10 +106,20 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _copy(storage: torch.UntypedStorage) -> Tensor:
-    pinned = storage.device.type == "cuda"
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-    return host.copy_(_bytes_of(storage))
+def _host_memory(storage: torch.UntypedStorage) -> Tensor:
+    """[nbytes] uint8, with its pages locked where `storage` is on a GPU.
+
+    torch's allocator of pinned memory rounds up to powers of two: 33 GB would take 64.
+    """
+    memory = torch.empty(storage.nbytes(), dtype=torch.uint8)
+    if storage.device.type == "cuda":
+        runtime: Any = torch.cuda.cudart()
+        address = memory.data_ptr()
+        # Where the system refuses, copies are slower.
+        if int(runtime.cudaHostRegister(address, memory.numel(), 0)) == 0:
+            unlock = weakref.finalize(memory, runtime.cudaHostUnregister, address)
+            unlock.atexit = False
+    return memory
 
 
 class SleepingModel:

@@ -56,10 +56,12 @@ SETTINGS = (
     Arm("ppo", "opsm", (("use_rollout_logprobs", True),)),
 )
 #: Their ratio is cur / train, which is 1 where a rollout is used for one update: there they have the gradient of `ppo`
-#: (a test compares them), and its runs are theirs. On the engine's own policy all arms have it.
-EQUAL_TO_PPO = ("reinforce", "cispo", "gspo", "sapo", "ppo + opsm")
+#: (a test compares them), and its runs are theirs. On the engine's own policy all others have it.
+EQUAL_TO_PPO = ("reinforce", "cispo", "gspo", "sapo", "ppo + opsm", "gmpo", "kl_cov")
+#: Drops tokens whatever the engine is.
+NEVER_PPO = ("clip_cov",)
 #: Losses that are newer than the data; take one out to have it run.
-NOT_RUN = ("gmpo", "ipo_tv", "clip_cov", "kl_cov")
+NOT_RUN: tuple[str, ...] = ()
 #: At least one arm of every kind: what the settings beyond staleness are measured with first.
 CORE = (
     Arm("ppo"),
@@ -88,6 +90,6 @@ def equals_ppo(arm: Arm, setting: Setting) -> bool:
     same_policy = setting.updates == 1 and setting == Setting(
         top_p=setting.top_p, mask_replay=setting.top_p < 1
     )
-    return arm.name != "ppo" and (
+    return arm.name not in ("ppo", *NEVER_PPO) and (
         same_policy or (setting.updates == 1 and arm.name in EQUAL_TO_PPO)
     )

@@ -186,7 +186,7 @@ def tables(rows: Iterable[Row]) -> str:
     parts.append(
         wrapped(
             f"With one update per rollout {equal} have the gradient of `ppo`, and therefore its numbers; on fresh "
-            "samples (staleness 0, float32, one update) this holds for all arms. An empty cell: not run."
+            "samples (staleness 0, float32, one update) this holds for all arms but `clip_cov`. An empty cell: not run."
         )
     )
     return "\n\n".join(parts)

@@ -21,11 +21,12 @@ from plugin.engines.choice import make_engine
 from plugin.engines.expert_routes import RouteShape
 from plugin.engines.protocol import BroadcastEngine, EnginePart, SleepingEngine
 from plugin.engines.response_stream import ResponseStream
-from plugin.engines.weight_changes import ProbeAnswer, WeightProbe, answer_probe
+from plugin.engines.weight_changes import ProbeAnswer, WeightProbe, answer_probe, require_equal
 from plugin.environments.group_server import GroupServer
 from plugin.environments.multi_turn import choose_player
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import BatchError, ConfigError
+from plugin.weights.checksums import Checksums
 from plugin.weights.group import WeightGroup
 
 #: Ray's concurrency groups: a thread each for loading weights and for waiting for groups.
@@ -105,16 +106,29 @@ class EngineActor(ReportingActor):
         return apart(rollouts, self._parts)
 
     def load_weights(
-        self, version: int, bucket: np.ndarray, last: bool, probe: WeightProbe | None = None
+        self,
+        version: int,
+        bucket: np.ndarray,
+        last: bool,
+        probe: WeightProbe | None = None,
+        expected: Checksums | None = None,
+        again: bool = False,
     ) -> list[ProbeAnswer]:
         """As `RolloutEngine.load_weights`, without a copy where the engine reads views.
 
         probe: answered with the new weights, before any group begins
+        expected: the trainer's checksums; a `TransferError` if the engine reports others, after
+            which no group begins until it has got the version again
+        again: the first bucket of a version that comes once more, because it was not right
         """
         given: Any = bucket if self._reads_views else bucket.tobytes()
         with self._changing(version, probe, last=last):
+            if again:
+                cast(Any, self._engine).forget_weights()
             self._engine.load_weights(version, given, last=last)
-            return [] if probe is None else answer_probe(self._engine, probe)
+            answers = [] if probe is None else answer_probe(self._engine, probe)
+            require_equal(answers, expected or {}, version)
+            return answers
 
     def _changing(
         self, version: int, probe: WeightProbe | None, *, last: bool
@@ -141,13 +155,23 @@ class EngineActor(ReportingActor):
     ) -> list[ProbeAnswer]:
         """As `BroadcastEngine.receive_weights`; after an error no group begins until it has one.
 
-        probe: as in `load_weights`; again: the version comes once more, because it was not right
+        probe: as in `load_weights`; where checksums are reported, no group begins before
+            `accept_weights`
+        again: the version comes once more, because it was not right
         """
-        with self._changing(version, probe, last=True):
+        with self._changing(version, probe, last=False):
             if again:
                 cast(Any, self._engine).forget_weights()
             cast(BroadcastEngine, self._engine).receive_weights(version, group, first)
-            return [] if probe is None else answer_probe(self._engine, probe)
+            answers = [] if probe is None else answer_probe(self._engine, probe)
+        if not any(answer.checksums for answer in answers):
+            self.accept_weights(version)
+        return answers
+
+    def accept_weights(self, version: int) -> None:
+        """Let groups begin with weights whose checksums the driver has compared."""
+        with self._server.changing(version, last=True, interrupts=True):
+            pass
 
     def answer_probe(self, probe: WeightProbe) -> list[ProbeAnswer]:
         """Answer with the weights that the engine has, once no response is under way."""

@@ -29,9 +29,17 @@ from plugin.engines.protocol import (
 )
 from plugin.engines.weight_changes import ProbeAnswer, WeightProbe
 from plugin.environments.trajectory import Rollouts
-from plugin.errors import ClusterError, EngineError, MegatronTisError, ParallelError, SenderLost
+from plugin.errors import (
+    ClusterError,
+    EngineError,
+    MegatronTisError,
+    ParallelError,
+    SenderLost,
+    TransferError,
+)
 from plugin.observe.console import Console
 from plugin.weights.buckets import NO_WEIGHTS
+from plugin.weights.checksums import Checksums
 from plugin.weights.group import WeightGroup
 
 _IDLE_SECONDS = 0.2
@@ -118,6 +126,9 @@ class EnginePool:
         #: What engines are asked with new weights until they are verified; None = nothing.
         self.probe: WeightProbe | None = None
         self._probed: list[Probed] = []
+        #: How often an engine got buckets again, because its checksums were not the trainer's.
+        self.repairs = 0
+        self._checksums: Checksums = {}
         self._is_asleep = False
         # Calls that have not ended, of which actor; and those that have ended, to be dealt with.
         self._calls, self._ended = EndedCalls(), deque[tuple[Any, Future[Any]]]()
@@ -385,31 +396,43 @@ class EnginePool:
 
     def begin_version(self, version: int) -> None:
         """Declare `version` the newest weights, which every engine now lacks."""
-        self._newest, self._buckets = version, []
+        self._newest, self._buckets, self._checksums = version, [], {}
         for number in self._present:
             self._update(number)
 
-    def send_weights(self, buckets: Sequence[Any]) -> None:
-        """Have every engine load the newest weights when it can; `finish_loads` waits for them."""
-        self._buckets = list(buckets)
+    def send_weights(self, buckets: Sequence[Any], checksums: Checksums | None = None) -> None:
+        """Have every engine load the newest weights when it can; `finish_loads` waits for them.
+
+        checksums: the trainer's, where engines report theirs
+        """
+        self._buckets, self._checksums = list(buckets), checksums or {}
         for number in self._present:
             self._load(number)
 
-    def _load(self, number: int) -> None:
+    def _load(self, number: int, *, again: bool = False) -> None:
+        """Send an engine the newest weights; again: once more, see `EngineActor.load_weights`."""
         actor = self._engines[number].actor
         for place, bucket in enumerate(self._buckets):
             last = place == len(self._buckets) - 1
             probe = self._probe_for(number) if last else None
-            call = self._call_for_weights(actor, "load_weights", self._newest, bucket, last, probe)
+            arguments = [self._newest, bucket, last, probe]
+            if again:
+                arguments += [None, place == 0]
+            elif probe is not None and self._checksums:
+                arguments.append(self._checksums)
+            call = self._call_for_weights(actor, "load_weights", *arguments)
             self._loads[call] = (number, actor)
             self._calls.add(call)
 
     def _probe_for(self, number: int) -> WeightProbe | None:
         """What an engine is asked right after it has the newest weights.
 
-        One on shared devices has no memory for a response at that time, see `wake`.
+        One on shared devices has no memory for a response at that time, see `wake`; it reports
+        checksums.
         """
-        return None if self._is_asleep or not self._is_probe_due(number) else self.probe
+        if self.probe is None or not self._is_probe_due(number):
+            return None
+        return self.probe.without_response() if self._is_asleep else self.probe
 
     def _is_probe_due(self, number: int) -> bool:
         if self.probe is None or self._newest is None:
@@ -438,8 +461,9 @@ class EnginePool:
         return self.probe is None or all(self._engines[n].is_verified for n in self._present)
 
     def _note_probed(self, number: int, actor: Any, answers: list[ProbeAnswer]) -> None:
-        if answers:
-            self._probed.append(Probed(number, actor, answers))
+        responses = [answer for answer in answers if answer.answers]
+        if responses:
+            self._probed.append(Probed(number, actor, responses))
 
     def _call_for_weights(self, actor: Any, method: str, *arguments: Any) -> Any:
         return actor.call.options(concurrency_group=WEIGHTS).remote(method, *arguments)
@@ -475,13 +499,15 @@ class EnginePool:
         return self._call_for_weights(*receive, *([again] if again else []))
 
     def has_received(self, engine: int, actor: Any, answers: list[ProbeAnswer]) -> None:
-        """Note that an engine has the newest weights, unless it was replaced.
+        """Note that an engine has the newest weights, unless it was replaced, and let it generate.
 
         answers: its own to the probe
         """
         if self._engines[engine].actor is actor:
             self._engines[engine].version = int(self._newest or 0)
             self._update(engine)
+            if any(answer.checksums for answer in answers or ()):
+                self._call_for_weights(actor, "accept_weights", self._newest)
             self._note_probed(engine, actor, answers)
 
     def poll(self) -> None:
@@ -517,6 +543,11 @@ class EnginePool:
         try:
             answers = result_of(call, f"engine {number}", self._console, ended)
             self._note_probed(number, actor, answers)
+        except TransferError as error:
+            self.repairs += 1
+            self._console.warn(f"engine {number}: {error}; it gets the version again")
+            if self._engines[number].actor is actor:
+                self._load(number, again=True)
         except SenderLost:
             # A trainer rank died while it sent its weights: no engine would get them.
             raise
@@ -660,7 +691,7 @@ class EnginePool:
     def _forget_weights(self) -> None:
         self._loads.clear()
         self._probed.clear()
-        self._newest, self._buckets = None, []
+        self._newest, self._buckets, self._checksums = None, [], {}
         for number in range(len(self._engines)):
             self._update(number)
 

@@ -42,8 +42,9 @@ class LaunchFlags(FlagGroup):
         "this machine has enough GPUs for the trainer but not for the engines as well",
     )
     colocate_sleep_level: int = flag(
-        1,
-        "1 = a sleeping engine's weights stay in host memory; 2 = they are dropped and sent again",
+        2,
+        "2 = a sleeping engine's weights are dropped, because a new version comes anyway; 1 = they "
+        "wait in host memory",
         at_least=1,
         needs=needs_flag("colocate"),
     )

@@ -26,18 +26,20 @@ from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
 from plugin.controller.weight_deltas import DeltaBases
-from plugin.engines.weight_changes import ProbeAnswer
+from plugin.engines.weight_changes import ProbeAnswer, wrong_tensors
 from plugin.errors import (
     ActorLost,
     DeltaError,
     EngineError,
+    FindingError,
     MegatronTisError,
     ParallelError,
     TransferError,
 )
 from plugin.observe.console import Console
+from plugin.observe.probe_diagnosis import checksum_finding
 from plugin.weights.buckets import NO_WEIGHTS
-from plugin.weights.checksums import Checksums, differing
+from plugin.weights.checksums import Checksums
 from plugin.weights.delta import Changes
 from plugin.weights.group import WeightGroup, abort, forget_version, open_store
 
@@ -185,7 +187,7 @@ class WeightSync:
         found = {
             "weight_sync": self._config.weight_transport,
             "weight_sync_bytes": self._bytes,
-            "weight_repairs": self.repairs,
+            "weight_repairs": self.repairs + self._engines.repairs,
             "seconds_weight_sync": self._seconds,
         }
         if self._changes is not None:
@@ -210,7 +212,7 @@ class WeightSync:
             buckets, self._bytes, self.checksums = self._trainer.export_weights(
                 self._checksum_dtype()
             )
-            self._engines.send_weights(buckets)
+            self._engines.send_weights(buckets, self.checksums)
             if wait:
                 self._engines.finish_loads()
         self._seconds = time.monotonic() - began
@@ -266,10 +268,14 @@ class WeightSync:
 
     def _send_to_lagging(self) -> None:
         """Send the newest version to the engines that have started and do not have it."""
-        for _ in range(1 + self._config.max_restarts):
+        attempts = 1 + self._config.max_restarts
+        while attempts:
             members = self._members()
+            before = self.repairs
             if not members or self._transfer(members):
                 return
+            # An engine is repaired once, whatever --max-restarts says.
+            attempts -= self.repairs == before
         raise EngineError(
             f"weights of version {self.version} could not be sent to engines "
             f"{', '.join(map(str, self._engines.lagging()))} in {1 + self._config.max_restarts} "
@@ -339,14 +345,14 @@ class WeightSync:
             for part in transfer.sent:
                 self.checksums = {**self.checksums, **part.checksums}
             before = self.repairs
+            if transfer.trouble is not None:
+                self._group = None
             for member, answers in transfer.received.items():
                 if not self._is_to_be_repaired(member, answers or ()):
                     self._engines.has_received(member.engine, member.actor, answers)
                     self._have_base.add(member.actor)
                     if self._deltas is not None:
                         self._deltas.has_received(member.actor, self.version)
-            if transfer.trouble is not None:
-                self._group = None
         if transfer.trouble is not None:
             return False
         if self._deltas is not None:
@@ -373,14 +379,21 @@ class WeightSync:
     def _is_to_be_repaired(self, member: Member, answers: Sequence[ProbeAnswer]) -> bool:
         """Whether an engine's checksums are not the trainer's, for the first time at this version.
 
-        It gets the version again. If they still differ then, the verification ends the job.
+        It gets the version again. If they still differ then, the verification ends the job, or a
+        `FindingError` where the engine generated nothing that could be verified.
         """
-        own = [answer.checksums for answer in answers if answer.checksums]
-        wrong = sorted({name for sums in own for name in differing(sums, self.checksums)})
-        if not wrong or member.actor in self._repaired:
+        wrong = wrong_tensors(answers, self.checksums)
+        if not wrong:
+            return False
+        if member.actor in self._repaired:
+            if not any(answer.answers for answer in answers):
+                name = f"engine {member.engine}"
+                raise FindingError(checksum_finding(name, wrong, self._config).text)
             return False
         self._repaired.add(member.actor)
         self.repairs += 1
+        if self._deltas is not None:  # all of the version, not what has changed in it
+            self._deltas.has_failed(member.actor, f"engine {member.engine}: wrong checksums")
         self._console.warn(
             f"engine {member.engine}: {len(wrong)} tensors of weight version {self.version} are "
             f"not the trainer's, the first of them {wrong[0]}; it gets the version again"

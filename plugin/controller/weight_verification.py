@@ -191,6 +191,7 @@ class WeightVerification:
 
 def probe_batch(probe: WeightProbe, responses: Iterable[Generation]) -> RolloutBatch:
     """The responses to the probe as a batch that the trainer can score."""
+    assert probe.request is not None
     prompt = probe.request.prompt
     return Rollouts.of([[trajectory_of(prompt, one) for one in responses]]).batch
 

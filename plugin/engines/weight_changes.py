@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,19 +24,24 @@ from plugin.engines.protocol import (
     check_generations,
 )
 from plugin.errors import TransferError
-from plugin.weights.checksums import Checksums
+from plugin.weights.checksums import Checksums, differing
 
 
 @dataclass(frozen=True)
 class WeightProbe:
     """What an engine is asked once it has new weights.
 
+    request: None = it generates nothing, for an engine that has no memory for a response yet
     checksums: whether it also reports those of its weights, if it can
     """
 
-    request: GenerationRequest
+    request: GenerationRequest | None
     parameters: SamplingParameters
     checksums: bool = False
+
+    def without_response(self) -> WeightProbe | None:
+        """The same for checksums alone; None if they are not asked for."""
+        return replace(self, request=None) if self.checksums else None
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class ProbeAnswer:
     """What one model answered.
 
     server: its address; empty where the engine itself generates
-    answers: one per seed of the probe
+    answers: one per seed of the probe; none where checksums alone were asked for
     """
 
     server: str
@@ -56,6 +61,10 @@ def answer_probe(engine: RolloutEngine, probe: WeightProbe) -> list[ProbeAnswer]
     """Have an idle engine answer, once for each model behind it."""
     # OpenMP counts threads for each of ours, and this may be the first operation of this one.
     torch.set_num_threads(torch.get_num_threads())
+    report: Any = getattr(engine, "weight_checksums", None)
+    sums = report() if probe.checksums and report is not None else None
+    if probe.request is None:
+        return [ProbeAnswer("", (), sums)]
     several: Any = getattr(engine, "probe", None)
     if several is not None:
         found = several(probe.request, probe.parameters)
@@ -63,9 +72,22 @@ def answer_probe(engine: RolloutEngine, probe: WeightProbe) -> list[ProbeAnswer]
         found = [("", engine.generate([probe.request], probe.parameters)[0])]
     for _, answers in found:
         check_generations([probe.request], [answers], probe.parameters)
-    report: Any = getattr(engine, "weight_checksums", None)
-    sums = report() if probe.checksums and report is not None else None
     return [ProbeAnswer(server, answers, sums) for server, answers in found]
+
+
+def wrong_tensors(answers: Sequence[ProbeAnswer], expected: Checksums) -> list[str]:
+    """Names of the tensors whose checksums are not those expected."""
+    own = [answer.checksums for answer in answers if answer.checksums]
+    return sorted({name for sums in own for name in differing(sums, expected)})
+
+
+def require_equal(answers: Sequence[ProbeAnswer], expected: Checksums, version: int) -> None:
+    """A `TransferError` if an engine reports other checksums than the trainer's."""
+    if wrong := wrong_tensors(answers, expected):
+        raise TransferError(
+            f"{len(wrong)} tensors of weight version {version} are not the trainer's, the first of "
+            f"them {wrong[0]}"
+        )
 
 
 class PausePoint:

@@ -117,14 +117,33 @@ class ProbedModel:
     checked: int = 0
 
 
+def checksum_finding(name: str, wrong: Sequence[str], config: JobConfig) -> Finding:
+    """What is wrong with the engine `name`, whose checksums still differ after a second version."""
+    return Finding(
+        f"{name} does not compute with the trainer's weights",
+        "error",
+        f"the checksums of {len(wrong)} tensors differ from the trainer's, and still do after the "
+        f"version was sent again: {_some(wrong)}",
+        "the engine changes these tensors when it loads them, or its memory is damaged",
+        f"{bisect_command(config)} names the layer; --verify-weights off skips this check",
+        {"tensors": float(len(wrong))},
+        detector="weight_verification",
+        unmistakable=True,
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of them, and how many there are besides."""
+    more = len(names) - 3
+    return f"{', '.join(names[:3])}{f' and {more} more' if more > 0 else ''}"
+
+
 def likely_cause(scores: ProbeScores, limit: Limit, model: ProbedModel) -> str:
     """What the probe's tokens and checksums say about a fault."""
     if model.differing:
-        shown = ", ".join(model.differing[:3])
-        more = len(model.differing) - 3
         return (
             f"{len(model.differing)} of {model.checked} tensors of the engine differ from the "
-            f"trainer's: {shown}{f' and {more} more' if more > 0 else ''}"
+            f"trainer's: {_some(model.differing)}"
         )
     outside = ""
     if model.checked:

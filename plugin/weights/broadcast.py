@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from plugin.errors import TransferError
-from plugin.weights.group import GroupStore, Receiver, Sender, WeightGroup
-from plugin.weights.lane import BUFFERS, Lane, Payload, Step
+from plugin.weights.group import Receiver, Sender, WeightGroup
+from plugin.weights.lane import Buffers, Lane, Payload, Step, as_bytes
 from plugin.weights.manifest import Bucket, Manifest, Packing, in_turns
 from plugin.weights.tensor_layout import NamedTensors, padded_sizes, tensors_in
 from plugin.weights.waiting import Handover
@@ -40,32 +40,13 @@ def _tensors(memory: Tensor, bucket: Bucket) -> list[Tensor]:
     return [memory[: spec.nbytes].view(spec.dtype).view(spec.shape)]
 
 
-class _Buffers:
-    """Memory for the operations of a lane: a few buffers, used again and again.
+def _used_here(memory: Tensor) -> None:
+    """Have torch not reuse memory of a lane's stream before this thread's stream is done with it.
 
-    reuses: otherwise every bucket has memory of its own, and only their number is limited
+    A consumer may keep tensors and drop them when it has begun to copy them.
     """
-
-    def __init__(self, lane: Lane, store: GroupStore, *, reuses: bool = True) -> None:
-        self._lane, self._reuses = lane, reuses
-        self._free = Handover(store.waits, [Payload(lane.empty(0)) for _ in range(BUFFERS)])
-
-    def take(self, nbytes: int) -> Payload:
-        """Wait for a buffer; so many bytes of it."""
-        free = self._free.get()
-        buffer = free.tensor if free.tensor.numel() >= nbytes else self._lane.empty(nbytes)
-        return Payload(buffer[:nbytes], free.after, buffer)
-
-    def give_back(self, payload: Payload) -> None:
-        """Let its buffer be used again, after what this thread has begun to do with it."""
-        assert payload.buffer is not None
-        self._free.put(Payload.of(payload.buffer if self._reuses else self._lane.empty(0)))
-
-    def release(self) -> None:
-        """Once all are free, let them go on a GPU, where memory is scarce."""
-        buffers = [self._free.get() for _ in range(BUFFERS)]
-        for buffer in buffers:
-            self._free.put(Payload(self._lane.empty(0)) if torch.cuda.is_available() else buffer)
+    if memory.is_cuda:
+        memory.record_stream(torch.cuda.current_stream())
 
 
 class _Manifests:
@@ -111,8 +92,8 @@ class BroadcastSender(Sender):
         self._own = number % group.per_lane
         self._lane = Lane(self._store, number // group.per_lane, rank=self._own)
         self._manifests = _Manifests(self._lane, group.per_lane)
-        self._buffers = _Buffers(self._lane, self._store)
-        self._others = _Buffers(self._lane, self._store)
+        self._buffers = Buffers(self._lane, self._store)
+        self._others = Buffers(self._lane, self._store)
 
     def send(
         self,
@@ -156,8 +137,7 @@ class BroadcastSender(Sender):
             bucket, place, completes = packing.place_of(name, tensor)
             if len(bucket) == 1 and tensor.nbytes:
                 turn = self._buffers.take(0)
-                flat = tensor.contiguous().view(-1).view(torch.uint8)
-                packed.put(Payload.of(flat, turn.buffer))
+                packed.put(Payload.of(as_bytes(tensor), turn.buffer))
                 continue
             if joined is None:
                 joined = self._buffers.take(_size(bucket))
@@ -185,7 +165,7 @@ class BroadcastReceiver(Receiver):
         self._number, count = number, group.per_lane
         self._lanes = [Lane(self._store, lane, rank=count + number) for lane in range(group.lanes)]
         self._manifests = [_Manifests(lane, count) for lane in self._lanes]
-        self._buffers = [_Buffers(lane, self._store, reuses=not keeps) for lane in self._lanes]
+        self._buffers = [Buffers(lane, self._store, reuses=not keeps) for lane in self._lanes]
 
     def barrier(self, version: int) -> None:
         """Wait until the senders begin `version`."""
@@ -204,6 +184,7 @@ class BroadcastReceiver(Receiver):
         for sender, bucket in turns:
             lane_number = sender // self.group.per_lane
             payload = arrived[lane_number].get()
+            _used_here(payload.tensor)
             tensors = _tensors(payload.tensor, bucket)
             take([(spec.name, tensor) for spec, tensor in zip(bucket, tensors, strict=True)])
             del tensors

@@ -80,6 +80,9 @@ class WeightDirectory:
 
     def finish(self, label: str) -> None:
         """Make the version visible under its label."""
+        if label in self._labels:  # the version came again, because it was damaged
+            shutil.rmtree(self._root / label, ignore_errors=True)
+            self._labels.remove(label)
         with self._writing():
             (self._partial / "config.json").write_text(self._config)
             self._partial.rename(self._root / label)

@@ -8,11 +8,10 @@ by a new group.
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from plugin.errors import TransferError
 from plugin.weights.manifest import Manifest
-from plugin.weights.tensor_layout import NamedTensors, TensorSpec
+from plugin.weights.tensor_layout import NamedTensors
 from plugin.weights.waiting import Waits
 
 _CONNECT_SECONDS = 120.0
@@ -89,103 +88,82 @@ def open_store(address: str, **options: Any) -> dist.TCPStore:
     )
 
 
-class GroupStore:
-    """One member's view of the driver's store: a connection, and one that waits for an abort."""
+class KeyStore:
+    """A connection to a store, whose waits end with the transfer."""
 
-    def __init__(self, group: WeightGroup) -> None:
-        self.group = group
-        self.waits = Waits(group.timeout)
-        self.store = self._connection()
-        watch = (group, self._connection(), self.waits)
-        threading.Thread(target=_watch_for_abort, args=watch, daemon=True).start()
+    def __init__(self, store: dist.Store, waits: Waits, timeout: float) -> None:
+        self.store, self.waits = store, waits
+        self._timeout = timedelta(seconds=timeout)
 
-    def _connection(self) -> dist.TCPStore:
-        timeout = timedelta(seconds=min(self.group.timeout, _CONNECT_SECONDS))
-        with _store_errors():
-            return dist.TCPStore(self.group.host, self.group.port, is_master=False, timeout=timeout)
+    def set(self, key: str, value: str) -> None:
+        """Write a key."""
+        with store_errors():
+            self.store.set(key, value)
 
-    def barrier(self, what: str, members: int = 1) -> None:
-        """Wait until all members of the group are here; the caller counts as `members` of them."""
-        key = f"{self.group.name}/{what}"
-        self._arrive(key, members, self.group.senders + self.group.receivers)
-        self._get(key)
-
-    def engine_is_ready(self, version: int, receiver: int) -> None:
-        """Say that an engine waits for `version`, if `receiver` speaks for it."""
-        if not self.group.firsts or receiver in self.group.firsts:
-            self._arrive(f"{self.group.name}/version {version}", 1, self.group.engines)
-
-    def wait_for_engines(self, version: int) -> None:
-        """Wait until all engines are ready for `version`."""
-        self._get(f"{self.group.name}/version {version}")
-
-    def _arrive(self, key: str, members: int, everyone: int) -> None:
-        """Count so many of `everyone`; the last one writes `key`."""
-        with _store_errors():
-            if self.store.add(f"{key}/count", members) >= everyone:
-                self.store.set(key, "")
-                self.store.delete_key(f"{key}/count")
-
-    def _get(self, key: str) -> bytes:
+    def get(self, key: str) -> bytes:
         """What is at `key`, once it is there."""
 
         def get() -> bytes:
-            with _store_errors():
-                self.store.wait([key], timedelta(seconds=self.group.timeout))
+            with store_errors():
+                self.store.wait([key], self._timeout)
                 return self.store.get(key)
 
         return self.waits.result_of(get)
 
-    def announce(
-        self,
-        version: int,
-        sender: int,
-        number: int,
-        bucket: Sequence[TensorSpec] | None,
-        handle: Sequence[Any] = (),
-    ) -> None:
-        """Announce what message `number` of a sender is.
+    def delete(self, key: str) -> None:
+        """Remove a key."""
 
-        bucket: None = the sender has sent everything
-        handle: IPC: of the memory that holds the bucket
-        """
-        message: Any = None
-        if bucket is not None:
-            message = [[spec.to_json() for spec in bucket], list(handle)]
-        with _store_errors():
-            self.store.set(self._key(version, sender, number), json.dumps(message))
+        def delete() -> None:
+            with store_errors():
+                self.store.delete_key(key)
 
-    def announced(self, version: int, sender: int) -> Iterator[tuple[list[TensorSpec], list[Any]]]:
-        """What a sender announces, with its handles, up to its end."""
-        number = 0
-        while True:
-            message = json.loads(self._get(self._key(version, sender, number)))
-            if message is None:
-                return
-            rows, handle = message
-            yield list(map(TensorSpec.from_json, rows)), handle
-            number += 1
+        self.waits.result_of(delete)
 
-    def ack(self, version: int, sender: int, number: int) -> None:
-        """Acknowledge a bucket: this receiver no longer uses its memory."""
-        receivers = self.group.ipc_ranks.count(sender)
-        self._arrive(f"{self._key(version, sender, number)}/acks", 1, receivers)
+    def arrive(self, key: str, members: int, everyone: int) -> None:
+        """Count so many of `everyone`; the last one writes `key`."""
 
-    def wait_for_acks(self, version: int, sender: int, number: int) -> None:
-        """Wait until all receivers of a sender have acknowledged a bucket."""
-        key = f"{self._key(version, sender, number)}/acks"
-        self._get(key)
-        with _store_errors():
-            self.store.delete_key(key)
+        def arrive() -> None:
+            with store_errors():
+                if self.store.add(f"{key}/count", members) >= everyone:
+                    # Last: who waits for the key may end the store.
+                    self.store.delete_key(f"{key}/count")
+                    self.store.set(key, "")
 
-    def buckets(self, version: int) -> Iterator[tuple[int, list[TensorSpec]]]:
-        """Sender and content of every announced bucket of a version, one sender after the other."""
-        for sender in range(self.group.senders):
-            for specs, _ in self.announced(version, sender):
-                yield sender, specs
+        # The process that has the store may be stopped.
+        self.waits.result_of(arrive)
 
-    def _key(self, version: int, sender: int, number: int) -> str:
-        return f"{self.group.name}/{version}/{sender}/{number}"
+
+def connected(host: str, port: int, timeout: float) -> dist.TCPStore:
+    """A connection to a store."""
+    limit = timedelta(seconds=min(timeout, _CONNECT_SECONDS))
+    with store_errors():
+        return dist.TCPStore(host, port, is_master=False, timeout=limit)
+
+
+class GroupStore(KeyStore):
+    """One member's view of the driver's store: a connection, and one that waits for an abort."""
+
+    def __init__(self, group: WeightGroup) -> None:
+        self.group = group
+        place = (group.host, group.port, group.timeout)
+        super().__init__(connected(*place), Waits(group.timeout), group.timeout)
+        watch = (group, connected(*place), self.waits)
+        threading.Thread(target=_watch_for_abort, args=watch, daemon=True).start()
+
+    def barrier(self, what: str, members: int = 1) -> None:
+        """Wait until all members of the group are here; the caller counts as `members` of them."""
+        key = f"{self.group.name}/{what}"
+        self.arrive(key, members, self.group.senders + self.group.receivers)
+        self.get(key)
+
+    def engine_is_ready(self, version: int, receiver: int) -> None:
+        """Say that an engine waits for `version`, if `receiver` speaks for it."""
+        if not self.group.firsts or receiver in self.group.firsts:
+            self.arrive(f"{self.group.name}/version {version}", 1, self.group.engines)
+
+    def wait_for_engines(self, version: int) -> None:
+        """Wait until all engines are ready for `version`."""
+        self.get(f"{self.group.name}/version {version}")
 
 
 def _watch_for_abort(group: WeightGroup, store: dist.TCPStore, waits: Waits) -> None:
@@ -217,12 +195,12 @@ def forget_version(
 
 
 @contextmanager
-def _store_errors() -> Iterator[None]:
+def store_errors() -> Iterator[None]:
     """A store that cannot be reached ends the transfer."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
-        raise TransferError(f"the driver's store cannot be reached: {error}") from error
+        raise TransferError(f"the store of the transfer cannot be reached: {error}") from error
 
 
 class _Member(ABC):  # noqa: B024

@@ -26,9 +26,17 @@ import torch
 from torch import Tensor
 
 from plugin.errors import TransferError
-from plugin.weights.announced import AnnouncingSender
+from plugin.weights.announced import Announcements, AnnouncingSender
 from plugin.weights.buckets import BUCKET_BYTES
-from plugin.weights.group import Receiver, WeightGroup
+from plugin.weights.group import (
+    KeyStore,
+    Receiver,
+    WeightGroup,
+    connected,
+    open_store,
+    store_errors,
+)
+from plugin.weights.lane import own_address
 from plugin.weights.tensor_layout import NamedTensors, TensorSpec, padded_sizes, tensors_in
 
 _FILE = "megatron-tis-weights-"
@@ -113,19 +121,25 @@ class IpcSender(AnnouncingSender):
 
     def __init__(self, group: WeightGroup, rank: int) -> None:
         super().__init__(group, rank)
+        # Its own, because a large model has more buckets than the driver could pass on.
+        address = own_address(group.host)
+        with store_errors():
+            self._own = open_store(address)
+        store = KeyStore(self._own, self._store.waits, group.timeout)
+        self._announcements = Announcements(store, group.name)
+        self._store.set(_place_of_store(group, rank), f"{address}:{self._own.port}")
         self._free: list[IpcBuffer] = []
         #: Buffers that the workers read, with the numbers of their messages.
         self._lent: deque[tuple[int, IpcBuffer]] = deque()
 
-    def _deliver(
-        self, version: int, number: int, bucket: NamedTensors, specs: list[TensorSpec]
-    ) -> None:
+    def _deliver(self, version: int, number: int, bucket: NamedTensors) -> None:
+        specs = [TensorSpec.of(name, tensor) for name, tensor in bucket]
         if len(self._lent) == _BUFFERS:
             self._take_back(version)
         buffer = self._buffer_of(sum(padded_sizes(specs)))
         self._lent.append((number, buffer))
         _fill(buffer, bucket, specs)
-        self._store.announce(version, self._number, number, specs, buffer.handle)
+        self._announcements.put(version, self._number, number, specs, buffer.handle)
 
     def _buffer_of(self, size: int) -> IpcBuffer:
         """A free buffer that is large enough, or a new one in its place."""
@@ -137,7 +151,7 @@ class IpcSender(AnnouncingSender):
 
     def _take_back(self, version: int) -> None:
         """Wait until the workers have loaded the oldest buffer."""
-        self._store.wait_for_acks(version, self._number, self._lent[0][0])
+        self._announcements.wait_for_acks(version, self._number, self._lent[0][0])
         self._free.append(self._lent.popleft()[1])
 
     def _finish_version(self, version: int) -> None:
@@ -150,6 +164,17 @@ class IpcSender(AnnouncingSender):
         while buffers:
             buffers.pop().close()
 
+    def _announce_end(self, version: int, number: int) -> int:
+        self._announcements.put(version, self._number, number, None)
+        # This rank may leave the group after that, and its store with it.
+        self._announcements.wait_for_acks(version, self._number, number)
+        return 0
+
+
+def _place_of_store(group: WeightGroup, rank: int) -> str:
+    """The key of the address of a rank's own store."""
+    return f"{group.name}/store of {rank}"
+
 
 class IpcReceiver(Receiver):
     """The side of worker `number` of all engines' workers.
@@ -160,6 +185,12 @@ class IpcReceiver(Receiver):
     def __init__(self, group: WeightGroup, number: int, *, keeps: bool = False) -> None:
         super().__init__(group)
         self._source, self._number, self._keeps = group.ipc_ranks[number], number, keeps
+        place = self._store.get(_place_of_store(group, self._source)).decode()
+        host, _, port = place.rpartition(":")
+        # A rank that has died since is tried again and again by torch.
+        store = self._store.waits.result_of(lambda: connected(host, int(port), group.timeout))
+        keys = KeyStore(store, self._store.waits, group.timeout)
+        self._announcements = Announcements(keys, group.name)
 
     def barrier(self, version: int) -> None:
         """Say that the engine is ready; what the rank announces first says that it is."""
@@ -167,7 +198,9 @@ class IpcReceiver(Receiver):
 
     def receive(self, version: int, take: Callable[[NamedTensors], None]) -> None:
         """Hand every bucket of `version` to `take`, after `barrier`."""
-        announced = self._store.announced(version, self._source)
+        announced = self._announcements.read(version, self._source)
+        readers = self.group.ipc_ranks.count(self._source)
+        count = 0
         for number, (specs, handle) in enumerate(announced):
             tensors = tensors_in(IpcBuffer.open(handle), specs)
             if self._keeps:
@@ -175,7 +208,9 @@ class IpcReceiver(Receiver):
             take([(spec.name, tensor) for spec, tensor in zip(specs, tensors, strict=True)])
             _finish_copies()
             del tensors
-            self._store.ack(version, self._source, number)
+            self._announcements.ack(version, self._source, number, readers)
+            count = number + 1
+        self._announcements.ack(version, self._source, count, readers)
 
 
 def _fill(memory: IpcBuffer, bucket: NamedTensors, specs: list[TensorSpec]) -> None:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugin.errors import TransferError
-from plugin.weights.group import GroupStore, WeightGroup
+from plugin.weights.group import GroupStore, KeyStore, WeightGroup
+from plugin.weights.waiting import Handover
 
 #: Operations under way at the same time, and the buffers that keep them busy: one more is packed
 #: or loaded meanwhile.
@@ -167,6 +168,39 @@ class Lane:
         self._backend = None
 
 
+class Buffers:
+    """Memory for the operations of a lane: a few buffers, used again and again.
+
+    reuses: otherwise every bucket has memory of its own, and only their number is limited
+    """
+
+    def __init__(self, lane: Lane, store: KeyStore, *, reuses: bool = True) -> None:
+        self._lane, self._reuses = lane, reuses
+        self._free = Handover(store.waits, [Payload(lane.empty(0)) for _ in range(BUFFERS)])
+
+    def take(self, nbytes: int) -> Payload:
+        """Wait for a buffer; so many bytes of it."""
+        free = self._free.get()
+        buffer = free.tensor if free.tensor.numel() >= nbytes else self._lane.empty(nbytes)
+        return Payload(buffer[:nbytes], free.after, buffer)
+
+    def give_back(self, payload: Payload) -> None:
+        """Let its buffer be used again, after what this thread has begun to do with it."""
+        assert payload.buffer is not None
+        self._free.put(Payload.of(payload.buffer if self._reuses else self._lane.empty(0)))
+
+    def release(self) -> None:
+        """Once all are free, let them go on a GPU, where memory is scarce."""
+        buffers = [self._free.get() for _ in range(BUFFERS)]
+        for buffer in buffers:
+            self._free.put(Payload(self._lane.empty(0)) if torch.cuda.is_available() else buffer)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a tensor, or of a copy if it is not in one piece: [nbytes] uint8."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 def connect(store: dist.Store, name: str, rank: int, size: int, group: WeightGroup) -> Any:
     """A backend; its keys in the store are those of torch's groups, so that servers can join."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -182,14 +216,14 @@ def connect(store: dist.Store, name: str, rank: int, size: int, group: WeightGro
         options = backends.ProcessGroupGloo._Options()
         options._timeout = timeout
         options._threads = IN_FLIGHT
-        address = _own_address(group.host)
+        address = own_address(group.host)
         options._devices = [backends.ProcessGroupGloo.create_device(hostname=address)]
         return backends.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
         raise TransferError(f"the members of {name} did not connect: {error}") from error
 
 
-def _own_address(host: str) -> str:
+def own_address(host: str) -> str:
     """The address of this machine from which `host` is reached."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))

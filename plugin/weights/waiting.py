@@ -35,6 +35,11 @@ class Waits:
             self._reason = self._reason or reason
             self._turn.notify_all()
 
+    def require_running(self) -> None:
+        """A `TransferError` once the transfer has ended."""
+        if self._reason is not None:
+            raise TransferError(self._reason)
+
     def wake(self) -> None:
         """Have the waiting threads look at their conditions."""
         with self._turn:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from plugin.host_storage import HostStorage
+from plugin.host_storage import HostStorage, _host_memory
 from tests.held_bytes import bytes_held
 
 
@@ -57,7 +60,7 @@ def test_a_copy_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
             raise MemoryError("no host memory")
         return torch.empty(storage.nbytes(), dtype=torch.uint8)
 
-    monkeypatch.setattr("plugin.host_storage._copy", copy)
+    monkeypatch.setattr(lent, "_copy", copy)
     with pytest.raises(MemoryError):
         lent.park()
     assert not lent.is_parked and first.sum() == 4 and second.sum() == 8
@@ -86,3 +89,27 @@ def test_memory_that_cannot_be_had_again_leaves_all_parked(monkeypatch: pytest.M
     lent._parked[1].storage = lent._parked[1].storage.of  # type: ignore[attr-defined]
     lent.restore()
     assert first.tolist() == [2.0] * 4 and second.tolist() == [3.0] * 8
+
+
+def test_pinned_memory_is_as_large_as_the_values_and_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    locked: dict[int, int] = {}
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            locked[address] = size
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            del locked[address]
+            return 0
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    storage: Any = SimpleNamespace(nbytes=lambda: 33, device=SimpleNamespace(type="cuda"))
+    host = _host_memory(storage)
+    # torch's allocator of pinned memory would take 64.
+    assert host.numel() == 33 and list(locked.items()) == [(host.data_ptr(), 33)]
+    del host
+    assert not locked

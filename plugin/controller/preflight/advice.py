@@ -15,15 +15,13 @@ from plugin.cluster.model_source import ModelSource
 from plugin.config import JobConfig
 from plugin.config.device_defaults import Capabilities, engine_dtype, on_device, trainer_dtype
 from plugin.config.engines import SHARED_GPU_SHARE
-from plugin.controller.preflight.resource_checks import Room
+from plugin.controller.preflight.resource_checks import RESIDENT, Room
 from plugin.engines.choice import bytes_per_position, cpu_cache_bytes
 from plugin.megatron_backend.cpu_products import has_slow_products
 
 _PRETRAINING_LR = 1e-4
 #: Of a GPU's memory, what vLLM takes by default.
 _SHARE_OF_VLLM = 0.92
-#: Of a rank and an engine on one GPU: assumed, as in `megatron-tis plan`, for each of the two.
-_RESIDENT = 2 * (2 << 30)
 _RECOMPUTE = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 saves most"
 )
@@ -79,8 +77,8 @@ def _on_shared_gpus(config: JobConfig, machine: Machine) -> str | None:
         f"generates (gpu_memory_utilization in --vllm-args), and {left / 2**30:.1f} GiB are left "
         "for what stays: the CUDA contexts of rank and engine, NCCL's buffers"
     )
-    if left < _RESIDENT:
-        told += f"; they take about {_RESIDENT >> 30} GiB, so lower it"
+    if left < RESIDENT:
+        told += f"; they take about {RESIDENT >> 30} GiB, so lower it"
     return told
 
 

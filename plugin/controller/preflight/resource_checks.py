@@ -29,6 +29,7 @@ from plugin.config.device_defaults import Capabilities, engine_dtype, on_device
 from plugin.errors import ConfigError
 from plugin.megatron_backend.hf_weights.files import HfDirectory
 from plugin.megatron_backend.model.families import is_extra_layer
+from plugin.weights.buckets import BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class LeastBytes:
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer
+
+
+#: Of a rank and an engine on one GPU: assumed, as in `megatron-tis plan`, for each of the two.
+RESIDENT = 2 * (2 << 30)
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,24 @@ def refuse_what_cannot_fit(least: LeastBytes, memory: int, where: str) -> None:
     )
 
 
+def refuse_two_models(least: LeastBytes, of_engine: int, memory: int) -> None:
+    """Raise a `ConfigError` unless rank and engine can hold their weights on one GPU (--colocate).
+
+    They do while weights are sent, beside the hand-over buffers. Gradients, optimizer state and the
+    engine's cache are not on the GPU then.
+    """
+    needed = least.parameters + of_engine + BUCKET_BYTES + RESIDENT
+    if needed > memory:
+        raise ConfigError(
+            f"--colocate: while new weights are sent, a GPU holds those of the rank "
+            f"({_size(least.parameters)}) and of the engine ({_size(of_engine)}), buffers "
+            f"({_size(BUCKET_BYTES)}) and what CUDA and NCCL take (about {_size(RESIDENT)}), and "
+            f"it has {_size(memory)}; raise --rollout-num-gpus-per-engine, "
+            "--tensor-model-parallel-size or --pipeline-model-parallel-size, or give the engines "
+            "GPUs of their own"
+        )
+
+
 def check_memory(config: JobConfig, policy: ModelSource) -> Room | None:
     """What weights, gradients and optimizer state leave; refuses less than 0 of a rank.
 
@@ -138,6 +161,8 @@ def check_memory(config: JobConfig, policy: ModelSource) -> Room | None:
         memory = torch.cuda.get_device_properties(0).total_memory
         refuse_what_cannot_fit(least, memory, "on its GPU")
         of_engine = weights // config.rollout_num_gpus_per_engine
+        if config.colocate:
+            refuse_two_models(least, of_engine, memory)
         return Room(memory, memory - least.total, memory - of_engine, of_engine)
     ranks = config.ranks_per_node
     memory = host - copies

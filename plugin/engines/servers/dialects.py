@@ -267,6 +267,8 @@ class SglangDialect:
             "dtypes": [str(spec.dtype).split(".")[-1] for spec in specs],
             "shapes": [list(spec.shape) for spec in specs],
             "group_name": group_name,
+            # The bytes of all tensors, one after the other, in one broadcast.
+            "load_format": "flattened_bucket",
             "flush_cache": True,
             "weight_version": label,
         }

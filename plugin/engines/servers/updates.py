@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,10 @@ from plugin.engines.servers.dialects import Dialect, SglangDialect
 from plugin.engines.servers.pool import UPDATE_POLL_SECONDS, Server, ServerPool
 from plugin.engines.transformers.weight_loader import WeightLoader
 from plugin.errors import ActorLost, TransferError, WeightError
+from plugin.weights.announced import Announcements
 from plugin.weights.directory import WeightDirectory
 from plugin.weights.group import GroupStore, Membership, WeightGroup
+from plugin.weights.tensor_layout import TensorSpec
 
 _PROBE_TIMEOUT = 10.0
 _REVIVE_SECONDS = 0.5
@@ -65,6 +67,15 @@ class ServerMember:
     def close(self, *, abort: bool = False) -> None:
         """Leave the group; the servers stay in theirs until they end or are told of another."""
         self.store.waits.end("this member has left")
+
+
+def _buckets(
+    announcements: Announcements, senders: int, version: int
+) -> Iterator[tuple[int, list[TensorSpec]]]:
+    """Sender and content of every announced bucket of a version, one sender after the other."""
+    for sender in range(senders):
+        for specs, _ in announcements.read(version, sender):
+            yield sender, specs
 
 
 class ServerUpdates:
@@ -219,7 +230,7 @@ class ServerUpdates:
                 await member.unless_aborted(joins)
                 member.joined = True
             store.engine_is_ready(version, speaks_for)
-            buckets = store.buckets(version)
+            buckets = _buckets(Announcements(store, group.name), group.senders, version)
             while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
                 sender, specs = bucket
                 self._ledger.take(

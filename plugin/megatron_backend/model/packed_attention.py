@@ -237,23 +237,42 @@ def attend_in_blocks(
     queries = query.split([count for _, _, count in blocks])
     keys, values = (x.split(layout.lengths.tolist()) for x in (key, value))
     contexts = []
+    masks: dict[tuple[int, int, int], Tensor] = {}  # kept for the backward pass, so shared
     for (sample, first, count), part in zip(blocks, queries, strict=True):
         begin = 0 if window is None else max(0, first - window + 1)
         seen = slice(begin, first + count)
         # [S, B, n, d] -> [B, n, S, d]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (part, keys[sample][seen], values[sample][seen]))
-        visible = torch.ones(count, k.shape[2], dtype=torch.bool, device=q.device)
-        visible = visible.tril(first - begin)
-        if window is not None:
-            visible = visible.triu(first - begin - window + 1)
-        contexts.append(masked_attention(q, k, v, visible, kernel, sinks).permute(2, 0, 1, 3))
+        form = (count, k.shape[2], first - begin)
+        if form not in masks:
+            masks[form] = _mask_of_block(*form, window, q, is_added=sinks is None)
+        contexts.append(masked_attention(q, k, v, masks[form], kernel, sinks).permute(2, 0, 1, 3))
     return torch.cat(contexts)
+
+
+def _mask_of_block(
+    count: int, keys: int, before: int, window: int | None, like: Tensor, *, is_added: bool
+) -> Tensor:
+    """[count, keys]: which keys the queries see, `before` keys before the first one's own.
+
+    is_added: what is added to scores instead, in the type that they are computed in; a bool mask
+        is converted anew, and kept, for every block
+    """
+    visible = torch.ones(count, keys, dtype=torch.bool, device=like.device).tril(before)
+    if window is not None:
+        visible = visible.triu(before - window + 1)
+    if not is_added:
+        return visible
+    dtype = torch.float32 if like.device.type == "cpu" else like.dtype
+    dtype = torch.float64 if like.dtype is torch.float64 else dtype
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
 
 
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, kernel: Kernel, sinks: Tensor | None
 ) -> Tensor:
-    """Attention [B, n, S, d] to the keys that are visible: broadcastable to [B, 1, S, S_keys].
+    """Attention [B, n, S, d] to the keys that are visible: broadcastable to [B, 1, S, S_keys],
+    bool, or without sinks also what is added to scores.
 
     A sink is a last key with a value of 0 and its own logit in the mask.
     """

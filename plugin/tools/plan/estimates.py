@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
+from plugin.engines.expert_routes import RouteShape
 from plugin.errors import ConfigError
+from plugin.weights.expert_ways import expert_ways
 
 if TYPE_CHECKING:
     from plugin.tools.plan.job_plan import JobPlan, RankKind
@@ -201,7 +203,7 @@ def weight_sync(plan: JobPlan) -> dict[str, Any]:
         links += "; once, then adapters alone"
     of_ranks, of_engine = config.delta_copies
     copy = plan.total_parameters * _BYTES[engine_dtype(config, cuda=plan.gpu is not None)]
-    return {
+    return _expert_ways(plan, size) | {
         "trainer_host_bytes": of_ranks * copy,
         "engine_host_bytes": of_engine * copy,
         "bytes": plan.total_parameters * size,
@@ -210,6 +212,34 @@ def weight_sync(plan: JobPlan) -> dict[str, Any]:
         "engines": config.num_rollout_engines,
         "largest_tensor_bytes": plan.model.vocab_size * plan.model.hidden_size * size,
     }
+
+
+def _expert_ways(plan: JobPlan, size: int) -> dict[str, Any]:
+    """Ways for the experts and what each costs; nothing where ranks do not share them."""
+    config, described = plan.config, plan.model.to_dict()
+    shape, ranks = RouteShape.of(described), config.expert_model_parallel_size
+    if config.weight_transport != "broadcast" or not shape.layers or ranks == 1:
+        return {}
+    width = described.get("moe_intermediate_size") or described["intermediate_size"]
+    one = 3 * described["hidden_size"] * width * size
+    experts = len(shape.layers) * shape.experts * one
+    ways = expert_ways(
+        plan.total_parameters * size - experts,
+        experts,
+        stages=config.pipeline_model_parallel_size,
+        ranks=ranks,
+        owners=config.rollout_num_gpus_per_engine,
+    )
+    _, distance = group_span(config, "expert", plan.world_size)
+    near = (ranks - 1) * distance < config.ranks_per_node
+    found = {name: dict(vars(way)) for name, way in ways.items()}
+    if plan.gpu is not None:
+        network, link = plan.gpu.network, plan.gpu.link if near else plan.gpu.network
+        for name, way in ways.items():
+            found[name]["seconds"] = way.seconds(network, link)
+    traits = config.engine_traits
+    is_served = traits.asks_servers or traits.starts_servers is not None
+    return {"expert_way": "gathered" if is_served else "own", "expert_ways": found}
 
 
 def rollout_memory(plan: JobPlan) -> dict[str, Any]:

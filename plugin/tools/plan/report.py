@@ -139,6 +139,7 @@ def as_text(report: dict[str, Any]) -> list[str]:
         f"weight sync: {_size(sync['bytes'])} to {sync['engines']} "
         f"engine{'' if sync['engines'] == 1 else 's'} by {sync['transport']} ({sync['links']})"
         f"{_copies(sync)}",
+        *_expert_lines(sync),
         _rollout_line(report["rollout"]),
     ]
     if "time" in report:
@@ -149,6 +150,34 @@ def as_text(report: dict[str, Any]) -> list[str]:
             f"{time['flops']:.3g} FLOPs in all"
         )
     return [*lines, "", "by formula or assumption:", *(f"  {line}" for line in report["formulas"])]
+
+
+_EXPERT_WAYS = {
+    "own": "every rank sends its own",
+    "gathered": "gathered by the stage's first rank",
+    "sharded": "to the workers that own them alone",
+}
+
+
+def _expert_lines(sync: dict[str, Any]) -> list[str]:
+    """What each way of sending experts costs, and which the job uses."""
+    ways = sync.get("expert_ways", {})
+    if not ways:
+        return []
+    told = []
+    for name, way in ways.items():
+        cost = f"{_size(way['worker_bytes'])} into a worker, {way['groups']} groups"
+        if "seconds" in way:
+            cost = f"{way['seconds']:.2f} s, {cost}"
+        used = ", which the job does" if name == sync["expert_way"] else ""
+        told.append(f"  {_EXPERT_WAYS[name]}: {cost}{used}")
+    found = "the cheapest way for their experts"
+    if all("seconds" in way for way in ways.values()):
+        best = min(ways, key=lambda name: (ways[name]["seconds"], name != sync["expert_way"]))
+        found += f": {_EXPERT_WAYS[best]}"
+        if best == "sharded":
+            found += " (not available: engines load whole experts)"
+    return [f"{found}; by formula:", *told]
 
 
 def _verdict(report: dict[str, Any], gpu: dict[str, Any] | None) -> str:

@@ -16,7 +16,7 @@ from plugin.cluster.assignments import Assignments
 from plugin.cluster.engine_pool import EnginePool, _Running
 from plugin.cluster.remote_calls import Messages, Reported, wait_for_all
 from plugin.config.engines import TransportTraits
-from plugin.errors import ActorLost, EngineError
+from plugin.errors import ActorLost, EngineError, TransferError
 from plugin.observe.console import Console
 
 pytestmark = pytest.mark.usefixtures("jumping_clock")
@@ -252,6 +252,41 @@ def test_a_job_that_starts_with_fewer_engines_takes_each_when_it_has_started(
     pool.send(0, {3: "a"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
     assert pool.least_loaded() == (1, 0)
     assert pool.restarts == 0
+
+
+def test_an_engine_whose_checksums_are_wrong_gets_the_same_buckets_again(
+    pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def call(actor: Any, *arguments: Any) -> Call:
+        asked.append(arguments)
+        return Call()
+
+    monkeypatch.setattr(pool, "_call_for_weights", call)
+    probe: Any = object()
+    monkeypatch.setattr(pool, "_probe_for", lambda number: probe)
+    pool.begin_version(3)
+    pool.send_weights(["first", "last"], {"a": 7})
+    of_one = [
+        ("load_weights", 3, "first", False, None),
+        ("load_weights", 3, "last", True, probe, {"a": 7}),
+    ]
+    assert asked == of_one * 2
+    [_, (last, _), *_] = pool._loads.items()
+
+    def refuse(*_: Any) -> Any:
+        raise TransferError("1 tensors are not the trainer's")
+
+    monkeypatch.setattr(engine_pool, "result_of", refuse)
+    asked.clear()
+    pool._end_load(last, Future())
+    # What it reports then is for the verification.
+    assert asked == [
+        ("load_weights", 3, "first", False, None, None, True),
+        ("load_weights", 3, "last", True, probe, None, False),
+    ]
+    assert pool.repairs == 1 and pool.restarts == 0
 
 
 def test_all_engines_are_verified_once_each_has_shown_its_weights(pool: EnginePool) -> None:

@@ -22,6 +22,7 @@ from plugin.errors import (
     ActorLost,
     DeltaError,
     EngineError,
+    FindingError,
     ParallelError,
     TransferError,
     WeightError,
@@ -57,7 +58,7 @@ class Engines:
         self.catch_up = None
         self.frozen: set[str] = set()
         self.devices = {0: ["GPU-a", "GPU-b"], 1: ["GPU-c"]}
-        self.any_probe_due = False
+        self.any_probe_due, self.repairs = False, 0
         self.again: list[int] = []
         self.probed: dict[int, Any] = {}
 
@@ -169,15 +170,22 @@ def test_answers_to_the_probe_and_checksums_come_with_the_transfer_that_they_bel
     assert sync.checksums == {}
 
 
-def test_an_engine_with_a_wrong_tensor_gets_the_version_again_once_and_it_is_counted() -> None:
+#: A response to the probe, by which the verification judges.
+RESPONSE: Any = object()
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_an_engine_with_a_wrong_tensor_gets_the_version_again_once_and_it_is_counted(
+    max_restarts: int,
+) -> None:
     right, wrong = ({"a": 7, "b": 1}, {"a": 7, "b": 2})
     answers = iter([wrong, right, wrong, wrong, right])
     engines = Engines({})
     for number in range(1, 9):
-        engines.script[number, 0] = lambda: [ProbeAnswer("", [], next(answers))]
+        engines.script[number, 0] = lambda: [ProbeAnswer("", [RESPONSE], next(answers))]
     trainer = Trainer({n: lambda: SentPart(0, 100, 0, right) for n in range(1, 9)})
     said: list[str] = []
-    sync = sync_of(engines, trainer, rollout_dtype="bfloat16")
+    sync = sync_of(engines, trainer, rollout_dtype="bfloat16", max_restarts=max_restarts)
     sync._console = SimpleNamespace(warn=said.append)  # type: ignore[assignment]
     engines.any_probe_due = True
     sync.send(0, wait=True)
@@ -190,6 +198,19 @@ def test_an_engine_with_a_wrong_tensor_gets_the_version_again_once_and_it_is_cou
     assert engines.probed[0][0].checksums == wrong and sync.metrics()["weight_repairs"] == 2
     sync.send(2, wait=True)
     assert engines.again == [0, 0] and trainer.sent == 5
+
+
+def test_an_engine_that_is_wrong_again_and_has_no_memory_for_a_response_ends_the_job() -> None:
+    engines, right, wrong = Engines({}), {"a": 7, "b": 1}, {"a": 7, "b": 2}
+    for number in (1, 2):
+        engines.script[number, 0] = lambda: [ProbeAnswer("", (), wrong)]
+    trainer = Trainer({n: lambda: SentPart(0, 100, 0, right) for n in (1, 2)})
+    sync = sync_of(engines, trainer)
+    sync._console = SimpleNamespace(warn=lambda _: None)  # type: ignore[assignment]
+    engines.any_probe_due = True
+    with pytest.raises(FindingError, match=r"checksums of 1 tensors .* sent again: b"):
+        sync.send(0, wait=True)
+    assert engines.again == [0] and engines.versions[0] is None
 
 
 @pytest.mark.parametrize(
@@ -225,7 +246,7 @@ def test_a_lost_engine_is_replaced_and_all_that_lack_the_version_get_it_again() 
     sync_of(engines, trainer).send(0, wait=True)
     assert engines.replaced == [0] and engines.versions == {0: 0, 1: 0}
     assert trainer.sent == 2
-    with pytest.raises(TransferError, match="called off: engine 0: died"):
+    with pytest.raises(TransferError, match="aborted: engine 0: died"):
         GroupStore(engines.groups[0]).barrier("joined")
 
 
@@ -318,7 +339,7 @@ def test_a_delta_that_does_not_lead_to_the_weights_is_repaired_and_is_an_error_i
     assert trainer.since == [None, 0, None] and engines.versions == {0: 1, 1: 1}
     assert sync.metrics()["weight_repairs"] == 1 and not engines.replaced
     assert said == ["engine 1: first of them b; it gets all of version 1"]
-    with pytest.raises(TransferError, match="called off: a delta did not lead"):
+    with pytest.raises(TransferError, match="aborted: a delta did not lead"):
         GroupStore(engines.groups[0]).barrier("joined")
     # A delta that succeeds in between is forgiven; one after the next is not.
     sync.send(2, wait=True)
@@ -368,7 +389,7 @@ def test_a_frozen_engine_is_replaced_long_before_a_transfer_has_to_end(
     sync = sync_of(engines, Trainer(), step_timeout=1e5)
     sync.send(0, wait=True)
     assert engines.replaced == [1] and engines.versions == {0: 0, 1: 0}
-    with pytest.raises(TransferError, match="called off: engine 1 did not react"):
+    with pytest.raises(TransferError, match="aborted: engine 1 did not react"):
         GroupStore(engines.groups[0]).barrier("joined")
 
 
@@ -378,7 +399,7 @@ def test_a_slow_engine_that_reacts_is_waited_for(monkeypatch: pytest.MonkeyPatch
     engines = Engines({(1, 1): None})
     sync = sync_of(engines, Trainer(), step_timeout=0.3)
     sync.send(0, wait=True)
-    with pytest.raises(TransferError, match="called off: it took longer"):
+    with pytest.raises(TransferError, match="aborted: it took longer"):
         GroupStore(engines.groups[0]).barrier("joined")
 
 

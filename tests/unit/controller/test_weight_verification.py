@@ -16,9 +16,9 @@ from plugin.cluster.engine_pool import EnginePool, Probed
 from plugin.config import JobConfig
 from plugin.controller.local_engine import load_tensors
 from plugin.controller.weight_verification import WeightVerification, make_probe
-from plugin.engines.protocol import GenerationFailure, SamplingParameters
+from plugin.engines.protocol import GenerationFailure, GenerationRequest, SamplingParameters
 from plugin.engines.transformers.engine import TransformersEngine
-from plugin.engines.weight_changes import ProbeAnswer, answer_probe
+from plugin.engines.weight_changes import ProbeAnswer, WeightProbe, answer_probe
 from plugin.errors import FindingError
 from plugin.observe.run_files import RunFiles
 from plugin.observe.run_record import read_run
@@ -216,7 +216,8 @@ def test_the_probe_is_a_few_short_responses_of_the_full_distribution() -> None:
         task=SimpleNamespace(prompt=lambda _: Prompt((5, 6))), sampling=sampling
     )
     probe = make_probe(JobConfig(), parts)
-    assert probe is not None and len(probe.request.seeds) == 4 and probe.checksums
+    assert probe is not None and probe.request is not None
+    assert len(probe.request.seeds) == 4 and probe.checksums
     assert probe.parameters == SamplingParameters(temperature=0.5, max_response_length=4)
     assert make_probe(JobConfig(verify_weights="off"), parts) is None
     own = JobConfig(rollout_engine="my.engine:make")
@@ -245,7 +246,11 @@ def test_an_engine_is_asked_until_it_is_verified_and_then_at_every_nth_version()
     for pool._newest in range(5):
         asked.append(pool._probe_for(0))
     assert asked == ["probe", None, "probe", None, "probe"]
+    # Asleep it has no memory for a response, but for its weights.
     pool._is_asleep = True
+    pool.probe = WeightProbe(GenerationRequest((1,), (2,)), SamplingParameters(), checksums=True)
+    assert pool._probe_for(0) == replace(pool.probe, request=None)
+    pool.probe = replace(pool.probe, checksums=False)
     assert pool._probe_for(0) is None and pool.any_probe_due
     off = pool_of(JobConfig(verify_weights="off"), verified=[False])
     off._newest = 0
@@ -254,9 +259,10 @@ def test_an_engine_is_asked_until_it_is_verified_and_then_at_every_nth_version()
 
 def test_answers_of_an_engine_that_was_replaced_count_for_nothing() -> None:
     pool = pool_of(JobConfig(), verified=[False])
-    pool._note_probed(0, "an earlier actor", ["answer"])
-    pool._note_probed(0, 0, ["answer"])
-    assert pool.take_probed() == [Probed(0, 0, ["answer"])] and pool.take_probed() == []
+    answer = ProbeAnswer("", ["response"])  # type: ignore[list-item]
+    pool._note_probed(0, "an earlier actor", [answer])
+    pool._note_probed(0, 0, [ProbeAnswer("", (), {"a": 1}), answer])
+    assert pool.take_probed() == [Probed(0, 0, [answer])] and pool.take_probed() == []
     pool.set_verified(Probed(0, "an earlier actor", []))
     assert not pool._engines[0].is_verified
 
@@ -267,12 +273,13 @@ def test_a_server_that_came_back_between_two_versions_is_asked_before_training_g
     settings = {"rollout_engine": "http", "rollout_url": "http://127.0.0.1:1"}
     pool = pool_of(JobConfig(**settings, rollout_weights_dir="/tmp/weights"), verified=[True, True])
     awaits, asked = {0: False, 1: True}, []
+    answer = ProbeAnswer("", ["response"])  # type: ignore[list-item]
 
     def answers(numbers: Any, method: str, *arguments: Any) -> dict[int, Any]:
         asked.append((method, list(numbers), arguments))
-        return {n: awaits[n] if method == "awaits_probe" else ["answer"] for n in numbers}
+        return {n: awaits[n] if method == "awaits_probe" else [answer] for n in numbers}
 
     monkeypatch.setattr(pool, "_answers", answers)
     pool.probe_returned_servers()
     assert asked == [("awaits_probe", [0, 1], ()), ("answer_probe", [1], ("probe",))]
-    assert pool.take_probed() == [Probed(1, 1, ["answer"])]
+    assert pool.take_probed() == [Probed(1, 1, [answer])]

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from plugin.cluster.engine_actor import EngineActor
 from plugin.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.engines.weight_changes import WeightProbe
 from plugin.environments.group_server import GroupServer, PlayedGroup
+from plugin.errors import TransferError
 from plugin.weights.buckets import pack_buckets
+from plugin.weights.checksums import with_checksums
 from tests.parallel.tiny_models import FAMILIES, hf_state_dict
 from tests.unit.engines.tiny_engines import PARAMETERS, loaded_engine
 
@@ -104,6 +107,57 @@ def test_an_engine_answers_the_probe_with_new_weights_before_any_group_begins(
     assert actor.load_weights(2, np.frombuffer(bucket, np.uint8), True) == []
     [again] = actor.answer_probe(probe)
     assert all((one.token_versions() == 2).all() for one in again.answers)
+
+
+def test_no_group_begins_with_checksums_that_are_not_the_trainers() -> None:
+    player, engine = OneByOne(), loaded_engine()
+    actor: Any = object.__new__(EngineActor)
+    actor._server, actor._engine = GroupServer(player).start(), engine
+    actor._reads_views, actor._interrupts = True, False
+    state = hf_state_dict(FAMILIES["qwen3"](), 1)
+    sums: dict[str, int] = {}
+    list(with_checksums(state.items(), torch.float32, sums))
+    name = "model.layers.1.mlp.up_proj.weight"
+    [right] = pack_buckets(state.items())
+    [damaged] = pack_buckets((state | {name: state[name] + 1e-6}).items())
+    probe = WeightProbe(None, PARAMETERS, checksums=True)
+    with pytest.raises(TransferError, match=f"1 tensors of weight version 1 .* {name}"):
+        actor.load_weights(1, np.frombuffer(damaged, np.uint8), True, probe, sums)
+    actor._server.submit({0: REQUEST}, SamplingParameters(), -1)
+    assert not player.begun.wait(0.1)
+    again = actor.load_weights(1, np.frombuffer(right, np.uint8), True, probe, None, True)
+    assert [answer.checksums for answer in again] == [engine.weight_checksums()]
+    assert player.begun.wait(10)
+    player.finish.set()
+
+
+def test_no_group_begins_before_the_driver_has_compared_checksums() -> None:
+    player, engine = OneByOne(), loaded_engine()
+    actor: Any = object.__new__(EngineActor)
+    actor._server, actor._engine = GroupServer(player).start(), engine
+    actor._reads_views, actor._interrupts = True, False
+    [bucket] = pack_buckets(hf_state_dict(FAMILIES["qwen3"](), 1).items())
+    # Weights from ranks, without the ranks.
+    engine.receive_weights = lambda version, *_: engine.load_weights(  # type: ignore[method-assign]
+        version, bucket, last=True
+    )
+    probe = WeightProbe(None, PARAMETERS, checksums=True)
+    actor._server.submit({0: REQUEST}, SamplingParameters(), -1)
+    assert player.begun.wait(10)
+    player.finish.set()
+    for again in (False, True):
+        [answer] = actor.receive_weights(1, "group", 0, probe, again)
+        assert answer.checksums
+    player.begun.clear()
+    actor._server.submit({1: REQUEST}, SamplingParameters(), -1)
+    assert not player.begun.wait(0.1)
+    actor.accept_weights(1)
+    assert player.begun.wait(10)
+    # Without checksums there is nothing to wait for.
+    player.begun.clear()
+    assert actor.receive_weights(2, "group", 0) == []
+    actor._server.submit({2: REQUEST}, SamplingParameters(), 2)
+    assert player.begun.wait(10)
 
 
 def test_a_canceled_group_holds_nobody_up() -> None:

@@ -137,7 +137,7 @@ def test_steps_and_evaluations_of_real_jobs_record_what_the_table_lists() -> Non
     found = known(name for line in lines for name in json.loads(line))
     titles = ("Progress and time", "Rewards and responses", "Prompts and groups")
     wanted = set.union(*map(rows_of, (*titles, "The optimizer step", "Evaluation", "Critic")))
-    # of --entropy-target, float16, --train-log-probs approximate, --overlong-buffer-length, --max-token-staleness, top-p
+    # of --entropy-target, float16, --train-log-probs approximate, --overlong-buffer-length, --max-token-staleness, top-p, deltas
     elsewhere = {"loss_scale", "critic/loss_scale", "seconds_log_probs_saved", "overlong_penalty"}
-    elsewhere |= {"stale_token_share", "kept_ids_per_token", "entropy_coef"}
+    elsewhere |= {"stale_token_share", "kept_ids_per_token", "entropy_coef", "weight_changed_share"}
     assert wanted - found == elsewhere

@@ -321,7 +321,7 @@ def test_members_that_wait_for_one_that_never_comes_are_released(store: dist.TCP
         time.sleep(0.2)
         abort(store, group, "engine 1 died")
         for member in members:
-            with pytest.raises(TransferError, match="called off: engine 1 died"):
+            with pytest.raises(TransferError, match="aborted: engine 1 died"):
                 member.result(timeout=10)
 
 
@@ -337,7 +337,7 @@ def test_members_that_connect_to_one_that_died_are_released(store: dist.TCPStore
         began = time.monotonic()
         abort(store, group, "engine 1 died")
         for member in members:
-            with pytest.raises(TransferError, match="called off: engine 1 died"):
+            with pytest.raises(TransferError, match="aborted: engine 1 died"):
                 member.result(timeout=30)
         # The group's own timeout is 30 s.
         assert time.monotonic() - began < 15

@@ -113,6 +113,17 @@ def test_a_version_with_one_damaged_and_one_missing_file_is_as_whole_as_a_full_o
     assert contents[0] == contents[1]
 
 
+def test_a_version_that_comes_again_takes_the_place_of_the_damaged_one(tmp_path: Path) -> None:
+    directory = WeightDirectory(tmp_path, {})
+    write(directory, "v0", WEIGHTS)
+    damaged = write(directory, "v1", WEIGHTS)
+    next(damaged.glob("*.safetensors")).unlink()
+    whole = write(directory, "v1", WEIGHTS)
+    assert len(list(whole.glob("*.safetensors"))) == len(WEIGHTS)
+    directory.remove_older("v1")
+    assert [place.name for place in tmp_path.glob("v*")] == ["v1"]
+
+
 def test_a_version_that_the_disk_refuses_names_the_directory_and_the_next_one_is_whole(
     tmp_path: Path,
 ) -> None:

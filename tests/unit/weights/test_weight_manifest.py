@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from plugin.errors import TransferError
+from plugin.weights.expert_ways import expert_ways
 from plugin.weights.lane import bucket_sizes
 from plugin.weights.manifest import Manifest, Packing, in_turns
 from tests.unit.tools.plan.model_facts import MODELS
@@ -150,3 +151,19 @@ def test_a_version_of_a_large_model_is_few_groups_messages_and_operations(
     assert found.sender_bytes <= sender * 1e9
     assert found.buffer_bytes <= buffers * 1e9
     assert found.manifest_bytes <= 1 << 20
+
+
+def test_ways_for_experts_by_hand() -> None:
+    # 40 bytes that all share and 800 of experts; 2 stages of 4 expert ranks, engines of 2 workers.
+    ways = expert_ways(40, 800, stages=2, ranks=4, owners=2)
+    assert {n: (w.groups, w.worker_bytes, w.sender_bytes) for n, w in ways.items()} == {
+        "own": (2, 840, 420),
+        "gathered": (2, 840, 420),
+        # In each stage a group for what all share, and one for each of two ranks with a worker's experts.
+        "sharded": (6, 40 + 400, 20 + 100),
+    }
+    # 3 of a stage's 4 parts come from other ranks.
+    assert [way.gathered_bytes for way in ways.values()] == [0, 300, 0]
+    # Links as fast as the network hide the gather, ones of a tenth of it do not.
+    assert [way.seconds(10.0, 10.0) for way in ways.values()] == [84.0, 84.0, 44.0]
+    assert [way.seconds(10.0, 1.0) for way in ways.values()] == [84.0, 300.0, 44.0]

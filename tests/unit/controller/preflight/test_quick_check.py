@@ -14,6 +14,7 @@ from plugin.controller.preflight.resource_checks import (
     LeastBytes,
     count_weights,
     least_bytes,
+    refuse_two_models,
     refuse_what_cannot_fit,
 )
 from plugin.errors import ConfigError
@@ -77,6 +78,19 @@ def test_the_refusal_has_the_numbers() -> None:
         ConfigError, match=r"at least 144.0 GiB \(16.0 of weights, 32.0 of grad.*143.0 GiB on its"
     ):
         refuse_what_cannot_fit(least, 143 * gib, "on its GPU")
+
+
+def test_two_models_on_a_gpu_are_refused_with_the_numbers() -> None:
+    # 30 of the rank, 40 of the engine, 0.25 of buffers and 4 of CUDA and NCCL; its gradients and
+    # optimizer are elsewhere then.
+    gib = 1 << 30
+    least = LeastBytes(30 * gib, 60 * gib, 180 * gib)
+    refuse_two_models(least, 40 * gib, 75 * gib)
+    with pytest.raises(
+        ConfigError,
+        match=r"rank \(30.0 GiB\) and of the engine \(40.0 GiB\).*and it has 74.0 GiB; raise",
+    ):
+        refuse_two_models(least, 40 * gib, 74 * gib)
 
 
 def test_a_job_that_cannot_fit_is_refused_before_anything_starts(

@@ -26,7 +26,7 @@ class ReceivingServer(MisbehavingServer):
     ) -> None:
         self.arguments = {"model_path": "", "tp_size": 1, "pp_size": 1, "dp_size": 1} | arguments
         self.groups: dict[str, Any] = {}
-        self.buckets = 0
+        self.buckets = self.broadcasts = 0
         self.refuse_bucket: int | None = None
         super().__init__(port=port, handler=handler or ReceivingHandler)
 
@@ -54,15 +54,27 @@ class ReceivingServer(MisbehavingServer):
         self.buckets += 1
         if self.buckets == self.refuse_bucket:
             return False
-        for name, kind, shape in zip(
-            payload["names"], payload["dtypes"], payload["shapes"], strict=True
-        ):
-            tensor = torch.empty(shape, dtype=getattr(torch, kind))
-            group = self.groups[payload["group_name"]]
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = 0, 0
-            group.broadcast([tensor], options).wait()
-            self.loaded[name] = tensor
+        tensors = {
+            name: torch.empty(shape, dtype=getattr(torch, kind))
+            for name, kind, shape in zip(
+                payload["names"], payload["dtypes"], payload["shapes"], strict=True
+            )
+        }
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        if payload.get("load_format") == "flattened_bucket":
+            # Their bytes one after the other, each read where it is.
+            sizes = [tensor.nbytes for tensor in tensors.values()]
+            parts = torch.empty(sum(sizes), dtype=torch.uint8)
+            self.groups[payload["group_name"]].broadcast([parts], options).wait()
+            self.broadcasts += 1
+            for (name, like), part in zip(tensors.items(), parts.split(sizes), strict=True):
+                tensors[name] = part.view(like.dtype).reshape(like.shape)
+        else:
+            for tensor in tensors.values():
+                self.groups[payload["group_name"]].broadcast([tensor], options).wait()
+                self.broadcasts += 1
+        self.loaded |= tensors
         self.label = payload["weight_version"]
         return True
 

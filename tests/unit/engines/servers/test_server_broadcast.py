@@ -15,7 +15,7 @@ from plugin.config import JobConfig
 from plugin.engines.protocol import Generation, GenerationRequest, SamplingParameters
 from plugin.engines.servers.http_engine import HttpEngine
 from plugin.errors import ConfigError, EngineError, TransferError
-from plugin.weights.announced import ServerSender
+from plugin.weights.announced import Announcements, ServerSender
 from plugin.weights.group import Membership, Receiver, WeightGroup, abort, open_store
 from plugin.weights.lane import Lane, Payload, Step
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3
@@ -55,11 +55,11 @@ class _OtherServer(Receiver):
 
     def receive(self, version: int, take: Any = None) -> None:
         self.barrier(version)
-        for sender, specs in self._store.buckets(version):
-            tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
-            self._lanes[sender].run_to_end(
-                Step(0, partial(Payload, tensor), lambda _: None) for tensor in tensors
-            )
+        announcements = Announcements(self._store, self.group.name)
+        for sender, lane in enumerate(self._lanes):
+            for specs, _ in announcements.read(version, sender):
+                memory = lane.empty(sum(spec.nbytes for spec in specs))
+                lane.run_to_end([Step(0, partial(Payload, memory), lambda _: None)])
 
 
 class Stages:
@@ -124,6 +124,37 @@ def test_a_server_gets_the_tensors_of_all_stages_and_answers_with_their_version(
         [answers] = engine.generate(REQUESTS, PARAMETERS)
         assert all(isinstance(a, Generation) and a.weight_version == version for a in answers)
     assert len(server.groups) == 2
+
+
+def test_tensors_of_several_dtypes_are_one_broadcast(server: ReceivingServer) -> None:
+    engine, stages = engine_of(server), Stages()
+    engine.weight_receivers()
+    # An odd number of 2-byte elements before those of 4 bytes, which are read where they are.
+    state: dict[str, Any] = hf_state_dict(CONFIG, 0)
+    kinds = (torch.bfloat16, torch.float32, torch.float16)
+    state = {name: t.to(kinds[n % 3]) for n, (name, t) in enumerate(state.items())}
+    ledger = engine._weights
+    engine._weights = engine.updates._ledger = _Anything()  # type: ignore[assignment]
+    state = {"odd": torch.ones(3, dtype=torch.bfloat16), **state, "none": torch.zeros(0, 2)}
+    stages.send(engine, stages.group(), 0, state)
+    engine._weights = engine.updates._ledger = ledger
+    assert server.loaded.keys() == state.keys()
+    for name, tensor in state.items():
+        assert server.loaded[name].dtype == tensor.dtype
+        assert torch.equal(server.loaded[name], tensor)
+    assert server.broadcasts == server.buckets < len(state) / 2
+
+
+class _Anything:
+    """A ledger for tensors that no model has."""
+
+    version = -1
+
+    def begin(self, version: int) -> None: ...
+    def take(self, named_tensors: Any) -> None:
+        list(named_tensors)
+
+    def end(self) -> None: ...
 
 
 def test_a_server_that_fails_in_the_middle_is_not_asked_until_it_has_a_whole_version(

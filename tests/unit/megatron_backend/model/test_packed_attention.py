@@ -151,3 +151,17 @@ def test_samples_of_one_length_are_one_batch_without_a_copy() -> None:
     assert batches.shapes == ((3, 7),) and batches.place is None
     mixed = CausalBatches.of(np.array([2, 90, 100]))
     assert mixed.shapes == ((2, 100), (1, 2))
+
+
+def test_blocks_of_the_same_form_share_a_mask() -> None:
+    masks: list[Tensor] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor) -> Tensor:
+        masks.append(attn_mask)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+
+    layout = PackedLayout.from_lengths([8 * 512])
+    row = torch.zeros(8 * 512, 1, 1, 4)
+    attend_in_blocks(row, row, row, layout, kernel, window=512)
+    # The first block sees itself, each of the others 511 tokens before it, too.
+    assert len(masks) == 8 and len({id(mask) for mask in masks}) == 2
