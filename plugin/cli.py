@@ -144,8 +144,11 @@ def _unknown(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
     if not flags:
         return f"unexpected argument {words[0]!r}"
-    from plugin.config.other_frameworks import spelled_here
+    from plugin.config.other_frameworks import not_here, spelled_here
 
+    reason = not_here(flags[0])
+    if reason is not None:
+        return f"{flags[0]} is not supported: {reason}"
     known = [name for action in parser._actions for name in action.option_strings]
     here = spelled_here(flags[0], {action.dest for action in parser._actions})
     if here is not None:

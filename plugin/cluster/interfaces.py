@@ -13,6 +13,7 @@ from plugin.config.device_defaults import nccl_environment
 
 #: Linux's question for the address of an interface (netdevice(7)).
 _SIOCGIFADDR = 0x8915
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def interface_of(address: str) -> str | None:
@@ -43,14 +44,16 @@ def set_network(config: JobConfig, address: str, *, gloo_stays_here: bool) -> No
     found = interface_of(address)
     # NCCL chooses once per process, and weights may travel between nodes.
     chosen = {
-        "GLOO_SOCKET_IFNAME": "lo" if gloo_stays_here else found,
-        "NCCL_SOCKET_IFNAME": "lo" if config.address is None else found,
+        _GLOO: "lo" if gloo_stays_here else found,
+        _NCCL: "lo" if config.address is None else found,
     }
     for name, interface in chosen.items():
         if interface is not None:
-            os.environ.setdefault(name, interface)
+            os.environ.setdefault(name, named_interfaces(interface)[name])
 
 
 def named_interfaces(interface: str) -> dict[str, str]:
-    """The variables that have gloo and NCCL use `interface`."""
-    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
+    """The variables that have gloo and NCCL use `interface`, or several, comma-separated."""
+    # NCCL takes names for beginnings of names (eth1 for eth10, too), unless told otherwise.
+    exact = interface if interface.startswith(("=", "^")) else f"={interface}"
+    return {_GLOO: interface, _NCCL: exact}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from plugin.config.flags import expect
+from plugin.config.flags import expect, option_name
 from plugin.config.job_config import JobConfig
 from plugin.config.model import DtypeName
 from plugin.config.trainer_config import TrainerConfig
@@ -65,12 +65,70 @@ def on_device(config: Config, found: Capabilities) -> Config:
         reduces = found.cuda and not config.freezes_routers
     if gathers is None:
         gathers = found.cuda and sharded and reduces
+    _check_optimizer(config, dtype, found, sharded=sharded)
+    fusable = found.cuda and (layers == "transformer_engine" or found.gradient_fusion)
+    _check_layers(config, layers, found, fusable=fusable)
+    fuses = config.gradient_accumulation_fusion
+    if fuses is None:
+        fuses = fusable and not config.lora_rank
     return config.unchecked_copy(
         train_dtype=dtype,
         transformer_impl=layers,
         use_distributed_optimizer=sharded,
         overlap_grad_reduce=reduces,
         overlap_param_gather=gathers,
+        gradient_accumulation_fusion=fuses,
+    )
+
+
+def _check_optimizer(
+    config: TrainerConfig, dtype: str, found: Capabilities, *, sharded: bool
+) -> None:
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        if not getattr(config, name):
+            continue
+        option = option_name(name)
+        expect(
+            sharded,
+            f"{option} needs --use-distributed-optimizer, which is off by default without CUDA; "
+            "add it",
+        )
+        # Megatron would go on from the weights that the optimizer was built with.
+        expect(
+            dtype != "float32",
+            f"{option} with --train-dtype float32: Megatron brings new weights to main weights "
+            "only where these are copies in another precision; use --train-dtype bfloat16",
+        )
+    expect(
+        found.cuda or not config.use_precision_aware_optimizer,
+        "--use-precision-aware-optimizer is Adam in kernels of Transformer Engine, and there is no "
+        "CUDA here; drop it (--optimizer-cpu-offload works without)",
+    )
+
+
+def _check_layers(
+    config: TrainerConfig, layers: str, found: Capabilities, *, fusable: bool
+) -> None:
+    expect(
+        layers == "transformer_engine" or "moe_act" not in (config.recomputed_modules or []),
+        "--recompute-modules moe_act: only Transformer Engine's grouped experts can recompute "
+        "their activation alone, and this run has local layers; use moe, which recomputes the "
+        "whole layer",
+    )
+    expect(
+        found.cuda or config.moe_token_dispatcher_type != "flex",
+        "--moe-token-dispatcher-type flex needs the CUDA kernels of DeepEP, and there is no CUDA "
+        "here; use alltoall",
+    )
+    expect(
+        fusable or not config.gradient_accumulation_fusion,
+        "--gradient-accumulation-fusion needs CUDA and either Transformer Engine's layers or APEX; "
+        "drop it",
+    )
+    expect(
+        not (config.gradient_accumulation_fusion and config.lora_rank),
+        "--gradient-accumulation-fusion with --lora-rank: frozen weights have no gradient buffer; "
+        "drop it",
     )
 
 

@@ -319,8 +319,11 @@ class FlagGroup:
 def _did_you_mean(name: str, known: set[str]) -> str:
     import difflib
 
-    from plugin.config.other_frameworks import spelled_here
+    from plugin.config.other_frameworks import not_here, spelled_here
 
+    reason = not_here(name)
+    if reason is not None:
+        return f": not supported, because {reason}"
     here = spelled_here(name, known)
     if here is not None:
         return f"; here it is {here}"

@@ -87,8 +87,16 @@ class ModelFlags(FlagGroup):
         "MoE: have the engine report its routes and compare them with the trainer's own choices",
         needs=needs_flag("detect_mismatch"),
     )
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = flag(
-        "alltoall", "how tokens reach their experts"
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = flag(
+        "alltoall", "how tokens reach their experts; flex = by kernels of DeepEP, on CUDA"
+    )
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] = flag(
+        "deepep",
+        "whose kernels: DeepEP, or its branch hybrid-ep",
+        needs=Needs(
+            "--moe-token-dispatcher-type flex",
+            lambda config: config.moe_token_dispatcher_type == "flex",
+        ),
     )
     moe_router_fusion: bool = flag(
         False,

@@ -44,6 +44,39 @@ OTHER_SPELLINGS = {
 }
 
 
+_ONE_SHAPE = "and packed rows have another length in every pass"
+
+#: Megatron's flags that cannot hold here, by field name: why, and what to do instead.
+NOT_HERE = {
+    "tp_comm_overlap": "its buffers are allocated for one number of tokens, " + _ONE_SHAPE,
+    **dict.fromkeys(
+        ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_scope"),
+        "a captured graph runs one shape, " + _ONE_SHAPE,
+    ),
+    **dict.fromkeys(
+        ("fine_grained_activation_offloading", "offload_modules"),
+        "Megatron wants as many microbatches in every pass and keeps pinned memory for every "
+        "length of a row that it has seen; use --recompute-modules",
+    ),
+    **dict.fromkeys(
+        ("cpu_offloading", "cpu_offloading_num_layers"),
+        "Megatron has it for one pipeline stage without recompute only; use --recompute-modules, "
+        "and --optimizer-cpu-offload for the optimizer",
+    ),
+    **dict.fromkeys(
+        ("overlap_p2p_comm", "overlap_p2p_communication"),
+        "the interleaved schedule then has messages of both directions under way at once, and a "
+        "step over gloo was not that of one process",
+    ),
+    "main_grads_dtype": "gradients add up in float32, so that a step does not depend on its cut",
+}
+
+
+def not_here(name: str) -> str | None:
+    """Why Megatron's flag `name` cannot hold here; None if it is no such flag."""
+    return NOT_HERE.get(_field(name))
+
+
 def spelled_here(name: str, fields: Container[str]) -> str | None:
     """Our name of another framework's flag `name`, if it is one of `fields`; else None."""
     here = OTHER_SPELLINGS.get(_field(name))

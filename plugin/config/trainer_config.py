@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from plugin.config.flags import FlagGroup, Needs, absolute_path, expect, flag, needs_flag
+from plugin.config.flags import (
+    FlagGroup,
+    Needs,
+    absolute_path,
+    expect,
+    flag,
+    needs_flag,
+    option_name,
+)
 from plugin.config.loss.loss_config import LossConfig
 from plugin.config.model import LoraFlags, ModelFlags
 
@@ -24,6 +32,11 @@ _scale_flag = partial(
         lambda config: config.train_dtype == "float16" and config.loss_scale is None,
     ),
 )
+
+
+_precision_flag = partial(flag, needs=needs_flag("use_precision_aware_optimizer"))
+
+_STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,40 @@ class OptimizerFlags(FlagGroup):
         None,
         "gather updated weights while the next forward pass runs; none = on CUDA with "
         "--use-distributed-optimizer",
+    )
+    optimizer_cpu_offload: bool = flag(
+        False,
+        "keep main weights and moments in host memory and update them there: 12 bytes per weight "
+        "less on the device; needs the distributed optimizer and half-precision weights",
+    )
+    optimizer_offload_fraction: float = flag(
+        1.0,
+        "the share of the weights that --optimizer-cpu-offload takes",
+        above=0,
+        at_most=1,
+        needs=needs_flag("optimizer_cpu_offload"),
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False,
+        "copy one weight's gradient and result while others are updated on the host",
+        needs=needs_flag("optimizer_cpu_offload"),
+    )
+    use_precision_aware_optimizer: bool = flag(
+        False,
+        "Transformer Engine's fused Adam, with main weights and moments in the dtypes below; "
+        "gradients stay float32; CUDA with the distributed optimizer only",
+    )
+    main_params_dtype: Literal["float32", "float16"] = _precision_flag("float32", "main weights")
+    exp_avg_dtype: Literal["float32", "bfloat16", "float16", "fp8"] = _precision_flag(
+        "float32", "the first moment"
+    )
+    exp_avg_sq_dtype: Literal["float32", "bfloat16", "float16", "fp8"] = _precision_flag(
+        "float32", "the second moment"
+    )
+    gradient_accumulation_fusion: bool | None = flag(
+        None,
+        "add weight gradients to their float32 buffer inside the product; none = on CUDA where "
+        "Transformer Engine's layers or APEX have it",
     )
     entropy_target: float | None = flag(
         None,
@@ -122,6 +169,27 @@ class OptimizerFlags(FlagGroup):
             "add them, or drop it",
         )
         expect(self.min_lr <= self.lr, f"--min-lr is {self.min_lr}, above --lr {self.lr}; lower it")
+        for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+            expect(
+                not (getattr(self, name) and self.use_distributed_optimizer is False),
+                f"{option_name(name)} with --no-use-distributed-optimizer: Megatron has it for the "
+                "distributed optimizer only; drop one of the two",
+            )
+        expect(
+            not (self.optimizer_cpu_offload and self.use_precision_aware_optimizer),
+            "--optimizer-cpu-offload with --use-precision-aware-optimizer: the host updates in "
+            "float32, whatever dtypes are asked for; keep one of the two",
+        )
+
+    def state_bytes(self, *, half: bool) -> float:
+        """Bytes on the device of one weight's main copy and moments.
+
+        half: whether the weight itself is bfloat16 or float16; others are their own main copy
+        """
+        main = _STATE_BYTES[self.main_params_dtype] if half else 0
+        moments = _STATE_BYTES[self.exp_avg_dtype] + _STATE_BYTES[self.exp_avg_sq_dtype]
+        kept = 1 - self.optimizer_offload_fraction if self.optimizer_cpu_offload else 1
+        return kept * (main + moments)
 
 
 _stage_flag = partial(
@@ -160,6 +228,12 @@ class ParallelFlags(FlagGroup):
     expert_model_parallel_size: int = flag(1, "expert parallel ranks", at_least=1)
     expert_tensor_parallel_size: int = flag(1, "tensor parallel ranks of an expert", at_least=1)
     sequence_parallel: bool = flag(False, "split norms and dropouts over tensor parallel ranks")
+    variable_seq_lengths: bool = _stage_flag(
+        True,
+        "stages announce the length of each row, for which the device is waited for twice per "
+        "hand-off; without it all rows of a pass are filled up to the longest (as the interleaved "
+        "schedule always does)",
+    )
 
     def check(self) -> None:
         expect(
@@ -198,6 +272,13 @@ class ParallelFlags(FlagGroup):
         return math.lcm(dense, expert) * self.pipeline_model_parallel_size
 
 
+#: Parts of a layer that can be computed again in the backward pass, by Megatron's names.
+RECOMPUTE_MODULES = (
+    *("core_attn", "layernorm", "mlp", "mla_up_proj"),
+    *("moe", "moe_act", "shared_experts"),
+)
+
+
 @dataclass(frozen=True)
 class BatchingFlags(FlagGroup):
     title: ClassVar[str] = "batching and memory"
@@ -220,12 +301,34 @@ class BatchingFlags(FlagGroup):
         1, "epochs over the mini-batches of a rollout, each a new shuffle by seed", at_least=1
     )
     recompute_granularity: Literal["full", "selective"] | None = flag(None, "activation recompute")
+    recompute_modules: str | None = flag(
+        None,
+        "what selective recompute covers, comma-separated: " + ", ".join(RECOMPUTE_MODULES) + "; "
+        "none = core_attn",
+        needs=Needs(
+            "--recompute-granularity selective",
+            lambda config: config.recompute_granularity == "selective",
+        ),
+    )
     recompute_method: Literal["uniform", "block"] | None = flag(
         None, "which layers full recompute covers"
     )
     recompute_num_layers: int | None = flag(None, "layers per recompute unit", at_least=1)
 
+    @property
+    def recomputed_modules(self) -> list[str] | None:
+        """The names in --recompute-modules."""
+        if self.recompute_modules is None:
+            return None
+        return [name.strip() for name in self.recompute_modules.split(",")]
+
     def check(self) -> None:
+        for name in self.recomputed_modules or []:
+            expect(
+                name in RECOMPUTE_MODULES,
+                f"--recompute-modules {self.recompute_modules!r}: {name!r} cannot be recomputed; "
+                f"choose of {', '.join(RECOMPUTE_MODULES)}",
+            )
         full = self.recompute_granularity == "full"
         given = self.recompute_method is not None and self.recompute_num_layers is not None
         expect(

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map_only
 
@@ -193,6 +194,29 @@ def _define_missing_gemm() -> None:
     moe_utils.te_general_gemm = None
 
 
+def _lacks_fp8() -> bool:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    return not hasattr(megatron_random, "FP8GlobalStateManager")
+
+
+class _NoFp8:
+    """Transformer Engine's answers where it is not in use."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+def _define_missing_fp8() -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    patched: Any = megatron_random
+    patched.FP8GlobalStateManager = _NoFp8
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        setattr(patched, name, lambda *_, **__: contextlib.nullcontext())
+
+
 def _convert_split_sizes() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -240,6 +264,38 @@ def _exchange_unequal_slices() -> None:
 
     mappings._gather_along_first_dim = gather_slices
     mappings._reduce_scatter_along_first_dim = reduce_scatter_slices
+
+
+class _HostCopies(TorchFunctionMode):
+    """Tells copies in host memory from what they were copied from, where all of it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args else None
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return id(first) not in self._copies
+        if func is torch.Tensor.pin_memory:
+            return first
+        result = args[0].clone() if func is torch.Tensor.cpu else func(*args, **(kwargs or {}))
+        if func is torch.Tensor.cpu or (id(first) in self._copies and torch.is_tensor(result)):
+            self._copies[id(result)] = result
+        return result
+
+
+def _offload_to_copies() -> None:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    original = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    @functools.wraps(original)
+    def groups(self: Any, offload_fraction: float) -> Any:
+        with _HostCopies():
+            return original(self, offload_fraction)
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = groups
 
 
 @functools.cache
@@ -333,6 +389,14 @@ SHIMS: tuple[Shim, ...] = (
         install=_define_missing_gemm,
     ),
     Shim(
+        name="fp8_state",
+        stands_in_for="FP8GlobalStateManager and two contexts of FP8 in tensor_parallel.random",
+        cause="recomputing norms and latent projections asks for FP8, with any layers",
+        removed_when="CheckpointWithoutOutput takes fp8=False for what it says",
+        missing=_lacks_fp8,
+        install=_define_missing_fp8,
+    ),
+    Shim(
         name="moe_split_sizes",
         stands_in_for="moe_utils.maybe_move_tensor_to_cpu on a tensor that is already there",
         cause="it turns split sizes into numbers, as all_to_all takes them, only from a GPU",
@@ -347,6 +411,14 @@ SHIMS: tuple[Shim, ...] = (
         removed_when="gloo accepts lists of tensors of different sizes",
         missing=_lacks_cuda,
         install=_exchange_unequal_slices,
+    ),
+    Shim(
+        name="offloaded_optimizer",
+        stands_in_for="Tensor.is_cuda, where the offloaded optimizer copies weights to the host",
+        cause="what is not on a GPU it does not copy, and then it looks for the copies",
+        removed_when="HybridDeviceOptimizer compares devices with that of its host copies",
+        missing=_lacks_cuda,
+        install=_offload_to_copies,
     ),
     Shim(
         name="gloo_device",

@@ -33,6 +33,7 @@ from plugin.megatron_backend.lora.peft import export_own_adapters, load_adapters
 from plugin.megatron_backend.model.builder import (
     build_model,
     build_optimizer,
+    reload_main_weights,
     unwrap,
     wrap_with_ddp,
 )
@@ -147,7 +148,7 @@ class RankModel:
     def _reload_optimizer(self) -> None:
         if self.optimizer is not None:
             # The optimizer keeps float32 copies of half-precision weights.
-            self.optimizer.optimizer.reload_model_params()
+            reload_main_weights(self.optimizer.optimizer)
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights by their Hugging Face names, adapters merged in; a collective."""
@@ -305,6 +306,7 @@ class RankModel:
             transformer_engine=self.config.transformer_impl == "transformer_engine",
             sequence_parallel=self.config.sequence_parallel,
             alignment=self.config.row_alignment,
+            equal_rows=not self.config.variable_seq_lengths,
             device=self.device,
         )
         for microbatch in prepared:

@@ -245,7 +245,7 @@ def _slice_rows(position: Tensor, staleness: Tensor | None, rollout: Tensor) -> 
 
 def _bin(values: Tensor, starts: tuple[float, ...]) -> Tensor:
     """int64 [T]: the last bin whose start is not above the value."""
-    edges = torch.tensor(starts[1:], dtype=torch.float64, device=values.device)
+    edges = torch.tensor(starts[1:], dtype=torch.float64).to(values.device, non_blocking=True)
     return torch.bucketize(values.double(), edges, right=True)
 
 

@@ -139,7 +139,7 @@ class SequenceShards:
         first = whole.starts + whole.lengths - self.responses
         places = torch.from_numpy(self._positions + np.repeat(first, self.held))
         ids = whole.values[places.to(whole.values.device)]
-        return ids.to(device=self.device, dtype=torch.int64)
+        return ids.to(device=self.device, dtype=torch.int64, non_blocking=True)
 
     def flat(self, name: str, local: Sequence[Tensor] | None) -> Tensor | None:
         """[T] float32 without gradient from one local tensor per sample; None stays None."""

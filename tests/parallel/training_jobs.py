@@ -81,6 +81,7 @@ class Case:
             *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
             *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
             *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+            *("recompute_modules", "variable_seq_lengths"),
             *("sequence_parallel", "inplace_logits_grad", "fused_lm_head"),
         )
         problem = {name: value for name, value in self.settings.items() if name not in cutting}

@@ -42,13 +42,13 @@ TABLE: dict[str, tuple[tuple[str, ...], bool, list[Exports]]] = {
     "private Ray, one machine": (
         ("--tensor-model-parallel-size", "2"),
         False,
-        [("engine", 0, {GLOO: "lo", NCCL: "lo"})] + [("rank", 0, {GLOO: "lo", NCCL: "lo"})] * 2,
+        [("engine", 0, {GLOO: "lo", NCCL: "=lo"})] + [("rank", 0, {GLOO: "lo", NCCL: "=lo"})] * 2,
     ),
     "private Ray, a server of the job's own": (
         ("--rollout-engine", "sglang", "--sglang-args", "chunked_prefill_size=512"),
         False,
         # The stand-in server sets an interface itself.
-        [(role, 0, {GLOO: "lo", NCCL: "lo", CUMEM: "0"}) for role in ("engine", "rank", "server")],
+        [(role, 0, {GLOO: "lo", NCCL: "=lo", CUMEM: "0"}) for role in ("engine", "rank", "server")],
     ),
     "trainer on one node, engine on another": (
         (
@@ -123,7 +123,8 @@ def row(network: Network, machines: list[str]) -> Any:
     def of(process: dict[str, Any]) -> Exports:
         side = machines.index(process["net"])
         own = {
-            name: OWN if value == network.links[side] else value
+            # Behind an equals sign NCCL takes no longer names.
+            name: OWN if value == ("=" * (name == NCCL)) + network.links[side] else value
             for name, value in process["environment"].items()
         }
         return process["role"], side, own

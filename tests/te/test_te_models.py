@@ -138,3 +138,18 @@ def test_the_attention_of_every_layer_has_the_exchange_that_its_windows_need(
         assert {attention.cp_comm_type for attention in attentions} == {exchange}
         windows = {attention.window_size for attention in attentions}
         assert (windows != {(-1, 0)}) == (exchange == "a2a")
+
+
+@pytest.mark.parametrize(("settings", "fuses"), [({}, True), ({"lora_rank": 4}, False)])
+def test_its_linear_layers_add_up_weight_gradients_without_apex_and_the_head_does_not(
+    settings: dict[str, Any], fuses: bool
+) -> None:
+    for family in ("qwen3", "qwen3_moe", "deepseek_v3"):
+        with built(FAMILIES[family](), TrainerConfig(**settings)) as (model, _):
+            found = {
+                module.fuse_wgrad_accumulation
+                for module in model.modules()
+                if hasattr(module, "fuse_wgrad_accumulation")
+            }
+            assert found == {fuses}
+            assert not model.output_layer.gradient_accumulation_fusion

@@ -131,7 +131,7 @@ def test_a_documented_command_cuts_its_model_and_has_the_environment_of_its_kind
     set_network(config, "10.0.0.7", gloo_stays_here=config.num_nodes == 1)
     alone, many = config.address is None, config.num_nodes > 1
     expected = {
-        "NCCL_SOCKET_IFNAME": "lo" if alone else "own0",
+        "NCCL_SOCKET_IFNAME": "=lo" if alone else "=own0",
         "GLOO_SOCKET_IFNAME": "own0" if many else "lo",
     }
     if "sglang" in words:

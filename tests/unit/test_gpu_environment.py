@@ -104,3 +104,9 @@ def test_the_recipe_shows_transformer_engine_cudnns_headers_and_names_flash_attn
     ]
     assert "nvidia/cudnn/include" in build.partition("pip")[0] and "CPLUS_INCLUDE_PATH=" in build
     assert 'FLASH_ATTN_CUDA_ARCHS="$(CUDA_ARCHS)"' in build
+
+
+def test_kernels_are_tested_with_the_triton_that_comes_with_torch() -> None:
+    wanted = pinned(REQUIREMENTS / "gpu-vllm.txt")["triton"]
+    for name in ("kernels", "te"):
+        assert pinned(REQUIREMENTS / f"{name}.txt")["triton"] == wanted, name

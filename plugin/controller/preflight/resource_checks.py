@@ -99,8 +99,7 @@ def least_bytes(counts: WeightCounts, config: JobConfig, *, on_cuda: bool) -> Le
         if config.lora_rank:
             continue  # adapters are small beside the model, which has neither of these
         gradients += held * 4
-        # two moments, and the main weights of half-precision ones
-        optimizer += held * (12 if half else 8) / copies
+        optimizer += held * config.state_bytes(half=half) / copies
     return LeastBytes(int(parameters), int(gradients), int(optimizer))
 
 

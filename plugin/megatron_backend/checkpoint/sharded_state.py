@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import (
     make_sharded_tensor_for_checkpoint,
@@ -75,17 +76,38 @@ def sharded_state(
     if optimizer is not None:
         parts = _parts(optimizer)
         for part in parts:
-            # Allocate what Adam would otherwise allocate in its first step: zeros.
-            part.init_state_fn(part.optimizer, part.config)
-            if _counts_per_parameter(part.optimizer):
-                for moments in part.optimizer.state.values():
-                    moments.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+            _allocate_moments(part)
         of_models = dict(state)
         state["optimizer"] = {
             number: _optimizer_part(part, of_models, content, loading)
             for number, part in enumerate(parts)
         }
     return state
+
+
+def _allocate_moments(part: Any) -> None:
+    """Allocate what Adam would otherwise allocate in its first step: zeros."""
+    inner = part.optimizer
+    if isinstance(inner, HybridDeviceOptimizer):
+        # Megatron makes one step with random gradients instead.
+        for adam in inner.sub_optimizers:
+            for parameter in (p for group in adam.param_groups for p in group["params"]):
+                for name in ("exp_avg", "exp_avg_sq"):
+                    adam.state[parameter].setdefault(name, torch.zeros_like(parameter))
+    elif getattr(inner, "master_weights", False):
+        # Megatron-Core 0.16 does not say what Transformer Engine's Adam has to know since 2.1:
+        # whether main weights are what the model's weights lack. Not needed once it does.
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            if not inner.state[parameter]:
+                inner.initialize_state(parameter, False)
+    else:
+        part.init_state_fn(inner, part.config)
+    for adam in _adams(part):
+        if _counts_per_parameter(adam):
+            for moments in adam.state.values():
+                moments.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+    if isinstance(inner, HybridDeviceOptimizer):
+        inner._sync_sub_optimizers_state_to_hdo()
 
 
 def load_sharded_state(
@@ -143,8 +165,18 @@ def _load_optimizer_part(part: Any, state: dict[str, Any]) -> None:
             state.get("optimizer", state)["state"]["common_step"] = torch.tensor(0.0)
         part.load_state_dict(state)
         return
-    with _without_step(part.optimizer):
+    inner = part.optimizer
+    with _without_step(inner):
         load_pieces(part, state["param_state"])
+    if isinstance(inner, HybridDeviceOptimizer):
+        inner._sync_hdo_state_to_sub_optimizers()
+        inner._sync_sub_optimizers_state_to_hdo()
+
+
+def _adams(part: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that count steps: of an offloaded one those of host and device."""
+    inner = part.optimizer
+    return inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]
 
 
 @contextmanager
@@ -167,23 +199,21 @@ def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:
 def optimizer_step(optimizer: MegatronOptimizer) -> int:
     """How many updates Adam has made (what it corrects its bias with)."""
     counts = [0]
-    for part in _parts(optimizer):
-        inner = part.optimizer
-        per_parameter = _counts_per_parameter(inner)
-        holders = inner.state.values() if per_parameter else inner.param_groups
+    for adam in (adam for part in _parts(optimizer) for adam in _adams(part)):
+        per_parameter = _counts_per_parameter(adam)
+        holders = adam.state.values() if per_parameter else adam.param_groups
         counts += [int(holder.get("step", 0)) for holder in holders]
     return max(counts)
 
 
 def set_optimizer_step(optimizer: MegatronOptimizer, step: int) -> None:
     """Make Adam continue after `step` updates."""
-    for part in _parts(optimizer):
-        inner = part.optimizer
-        if _counts_per_parameter(inner):
-            for state in inner.state.values():
+    for adam in (adam for part in _parts(optimizer) for adam in _adams(part)):
+        if _counts_per_parameter(adam):
+            for state in adam.state.values():
                 state["step"] = torch.tensor(float(step), dtype=torch.float32)
         else:
-            for group in inner.param_groups:
+            for group in adam.param_groups:
                 group["step"] = step
 
 

@@ -42,6 +42,8 @@ from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_STATE_DTYPES = _DTYPES | {"fp8": torch.uint8}
+
 _PADDING_LOGIT = -1e30
 """Logit of vocabulary padding. Finite, and still finite after division by a small temperature, so
 that probability times logit is 0 and not NaN."""
@@ -75,8 +77,9 @@ def build_model(
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     use_te = config.transformer_impl == "transformer_engine"
+    fuses = use_te and bool(config.gradient_accumulation_fusion)
     return [
-        _build_chunk(hf_config, transformer, groups, number, use_te)
+        _build_chunk(hf_config, transformer, groups, number, use_te=use_te, fuses_gradients=fuses)
         for number in range(groups.num_chunks)
     ]
 
@@ -113,15 +116,17 @@ def transformer_arguments(
         "bf16": config.train_dtype == "bfloat16",
         "fp16": config.train_dtype == "float16",
         "attention_softmax_in_fp32": True,
-        # The interleaved schedule gets rows of one length (`preparation.prepare`).
-        "variable_seq_lengths": groups.vpp_size is None,
+        # Rows of one length: `preparation.prepare` fills them up.
+        "variable_seq_lengths": groups.vpp_size is None and config.variable_seq_lengths,
         "calculate_per_token_loss": config.per_token,
         "recompute_granularity": config.recompute_granularity,
+        "recompute_modules": config.recomputed_modules,
         "recompute_method": config.recompute_method,
         "recompute_num_layers": config.recompute_num_layers,
         "deallocate_pipeline_outputs": True,
         # also for dense models: the default, allgather, refuses variable_seq_lengths
         "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
+        "moe_flex_dispatcher_backend": config.moe_flex_dispatcher_backend,
         "moe_router_fusion": config.moe_router_fusion,
         **transformer_settings(config, found, arguments, fuses_rope=fuses_rope),
     }
@@ -137,7 +142,13 @@ def _check_router_fusion() -> None:
 
 
 def _build_chunk(
-    hf_config: Any, config: TransformerConfig, groups: ParallelGroups, number: int, use_te: bool
+    hf_config: Any,
+    config: TransformerConfig,
+    groups: ParallelGroups,
+    number: int,
+    *,
+    use_te: bool,
+    fuses_gradients: bool,
 ) -> GPTModel:
     vp_stage = number if groups.vpp_size else None
     model = GPTModel(
@@ -154,6 +165,8 @@ def _build_chunk(
     )
     fit_to_family(model, hf_config, groups, use_te)
     _drop_used_probs(model)
+    if fuses_gradients:
+        _fuse_weight_gradients(model)
     if model.post_process:
         # A step may mix microbatches that fuse this layer with the log-probs and others that do
         # not; Megatron takes a weight's gradients either from its fused kernel or from autograd.
@@ -162,6 +175,16 @@ def _build_chunk(
     # Names and shapes on the Hugging Face side; weights are loaded and exported by them.
     model.hf_config = hf_config
     return model.cuda() if torch.cuda.is_available() else model
+
+
+def _fuse_weight_gradients(model: GPTModel) -> None:
+    """Let Transformer Engine's linear layers add up their own weight gradients; in place.
+
+    Megatron's flag for it is refused by the LM head, which has APEX's kernel for that or none.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def _drop_used_probs(model: GPTModel) -> None:
@@ -247,7 +270,22 @@ def build_optimizer(
     """Stock Megatron Adam over DDP-wrapped chunks, state kept per rank or sharded over DP ranks."""
     params_dtype = chunks[0].config.params_dtype
     config = on_device(config, capabilities())
-    optimizer_config = OptimizerConfig(
+    try:
+        optimizer_config = _optimizer_config(config, params_dtype)
+    except RuntimeError as error:  # Transformer Engine's Adam is missing
+        raise ConfigError(
+            f"--use-precision-aware-optimizer: {error} Install it, or drop the flag"
+        ) from None
+    if config.optimizer_cpu_offload:
+        # Megatron's offloaded optimizer is a kind of precision-aware one: it reads gradients where
+        # DDP leaves them. Said later, because Megatron then asks for Transformer Engine's version.
+        optimizer_config.use_precision_aware_optimizer = True
+        optimizer_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    return get_megatron_optimizer(optimizer_config, list(chunks))
+
+
+def _optimizer_config(config: TrainerConfig, params_dtype: torch.dtype) -> OptimizerConfig:
+    return OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
         min_lr=config.min_lr,
@@ -257,6 +295,15 @@ def build_optimizer(
         adam_eps=config.adam_eps,
         clip_grad=config.clip_grad,
         use_distributed_optimizer=bool(config.use_distributed_optimizer),
+        use_precision_aware_optimizer=config.use_precision_aware_optimizer,
+        # Halves of weights: a checkpoint of them could only be loaded by the same optimizer.
+        store_param_remainders=False,
+        main_params_dtype=_STATE_DTYPES[config.main_params_dtype],
+        exp_avg_dtype=_STATE_DTYPES[config.exp_avg_dtype],
+        exp_avg_sq_dtype=_STATE_DTYPES[config.exp_avg_sq_dtype],
+        optimizer_cpu_offload=config.optimizer_cpu_offload,
+        optimizer_offload_fraction=config.optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
         overlap_param_gather=bool(config.overlap_param_gather),
         bf16=params_dtype is torch.bfloat16,
         fp16=params_dtype is torch.float16,
@@ -267,7 +314,20 @@ def build_optimizer(
         hysteresis=config.hysteresis,
         params_dtype=params_dtype,
     )
-    return get_megatron_optimizer(optimizer_config, list(chunks))
+
+
+def reload_main_weights(optimizer: MegatronOptimizer) -> None:
+    """Bring the model's weights to the optimizer's own copies of them."""
+    optimizer.reload_model_params()
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        adam = part.optimizer
+        if not getattr(adam, "master_weights", False):
+            continue
+        # Megatron leaves those of Transformer Engine's Adam as they were.
+        for parameter, state in adam.state.items():
+            if state:
+                weights = parameter.detach().float().clone()
+                adam.set_scaled_state(parameter, "master_param", weights)
 
 
 def unwrap(chunk: torch.nn.Module) -> Any:

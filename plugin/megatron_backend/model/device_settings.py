@@ -75,7 +75,9 @@ def transformer_settings(
         # two directions that the interleaved schedule exchanges at once
         "batch_p2p_comm": found.cuda,
         "use_cpu_initialization": not found.cuda,
-        "gradient_accumulation_fusion": found.cuda and found.gradient_fusion,
+        # APEX's kernel; Transformer Engine's layers have one of their own.
+        "gradient_accumulation_fusion": bool(config.gradient_accumulation_fusion)
+        and found.gradient_fusion,
         "masked_softmax_fusion": False,
         # Megatron fuses SwiGLU; other gates are computed by their function
         "bias_activation_fusion": found.cuda and model["activation_func"] is F.silu,

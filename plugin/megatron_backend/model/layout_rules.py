@@ -28,8 +28,9 @@ def check_model(hf_config: Any, config: TrainerConfig) -> None:
     arguments = family_of(hf_config).transformer_arguments(hf_config)
     check_rope(hf_config)
     layout = {name: getattr(config, name) for name in _SIZES} | split_arguments(config)
-    variable = config.virtual_pipeline_model_parallel_size is None
-    check_layout(hf_config.model_type, arguments | layout | {"variable_seq_lengths": variable})
+    variable = config.virtual_pipeline_model_parallel_size is None and config.variable_seq_lengths
+    layout |= {"variable_seq_lengths": variable, "recompute_modules": config.recomputed_modules}
+    check_layout(hf_config.model_type, arguments | layout)
     fault = engine_fault(hf_config.model_type, arguments, config)
     if config.transformer_impl == "transformer_engine" and fault is not None:
         raise ConfigError(
@@ -151,11 +152,18 @@ def check_layout(model_type: str, arguments: Mapping[str, Any]) -> None:
             f"--expert-model-parallel-size {ep_size} needs a MoE model, and {model_type} has no "
             "experts; drop it"
         )
-    if arguments["moe_token_dispatcher_type"] == "allgather" and arguments["variable_seq_lengths"]:
+    interleaves = arguments["virtual_pipeline_model_parallel_size"] is not None
+    if arguments["moe_token_dispatcher_type"] == "allgather" and not interleaves:
         raise ConfigError(
             "--moe-token-dispatcher-type allgather needs microbatches of one length, which only "
             "--virtual-pipeline-model-parallel-size makes; use alltoall"
         )
+    if arguments["moe_token_dispatcher_type"] == "flex" and ep_size * tp_size == 1:
+        raise ConfigError(
+            "--moe-token-dispatcher-type flex: there is one rank, and nothing to dispatch; raise "
+            "--expert-model-parallel-size, or use alltoall"
+        )
+    _check_recomputed(model_type, arguments)
     if experts and tp_size > 1 and not arguments["sequence_parallel"]:
         raise ConfigError(
             f"a MoE model with {tensor} needs --sequence-parallel; add it, or use expert ranks "
@@ -168,6 +176,20 @@ def check_layout(model_type: str, arguments: Mapping[str, Any]) -> None:
         )
     if not experts and arguments["moe_router_fusion"]:
         raise ConfigError(f"--moe-router-fusion needs a MoE model, not {model_type}; drop it")
+
+
+def _check_recomputed(model_type: str, arguments: Mapping[str, Any]) -> None:
+    has = {
+        "moe": arguments.get("num_moe_experts"),
+        "moe_act": arguments.get("num_moe_experts"),
+        "shared_experts": arguments.get("moe_shared_expert_intermediate_size"),
+        "mla_up_proj": arguments.get("multi_latent_attention"),
+    }
+    for name in arguments.get("recompute_modules") or ():
+        if name in has and not has[name]:
+            raise ConfigError(
+                f"--recompute-modules {name}: {model_type} has no such part; drop it from the list"
+            )
 
 
 def split_arguments(config: TrainerConfig) -> dict[str, Any]:

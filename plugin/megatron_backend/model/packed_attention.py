@@ -159,7 +159,10 @@ class CausalBatches:
         padding = np.flatnonzero(place < 0)
         where = np.empty(len(tokens), dtype=np.int64)
         where[tokens] = places
-        index = [torch.from_numpy(x).to(device) for x in (place.clip(min=0), padding, where)]
+        index = [
+            torch.from_numpy(x).to(device, non_blocking=True)
+            for x in (place.clip(min=0), padding, where)
+        ]
         return cls(shapes, *index)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:

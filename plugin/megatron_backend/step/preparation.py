@@ -70,14 +70,16 @@ def prepare(
     transformer_engine: bool = False,
     sequence_parallel: bool = False,
     alignment: int = 1,
+    equal_rows: bool = False,
     device: torch.device | str = "cpu",
 ) -> list[PreparedMicrobatch]:
     """Lay out every microbatch of a step for this rank.
 
     alignment: what the rows of a matrix have to be a multiple of (FP8)
+    equal_rows: fill up all rows to the longest
     """
     at_least = 0
-    if groups.vpp_size:
+    if groups.vpp_size or equal_rows:
         # The interleaved schedule announces the shapes of its messages to the next and to the
         # previous stage at once. With two stages these are one peer, and the shapes of different
         # microbatches come out swapped.
@@ -130,7 +132,9 @@ def _local_columns(microbatch: Microbatch, inputs: ModelInputs) -> dict[str, Any
     for name, values in columns.items():
         if name == "loss_masks":
             # A copy: hooks may write into it, and the batch may lie in shared, read-only memory.
-            columns[name] = values.like(values.values.to(shards.device, copy=True))
+            columns[name] = values.like(
+                values.values.to(shards.device, copy=True, non_blocking=True)
+            )
         elif FIELDS[name].shape in PER_RESPONSE_TOKEN:
             local = shards.local(values).to(shards.device, non_blocking=True)
             columns[name] = Ragged(local, shards.held)

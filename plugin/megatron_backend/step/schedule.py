@@ -239,7 +239,8 @@ def gather_responses(
         if result is None or microbatch.is_padding:
             continue
         shards = microbatch.inputs.shards
-        places = torch.from_numpy(np.repeat(first, shards.held)).to(device) + shards.positions
+        places = torch.from_numpy(np.repeat(first, shards.held))
+        places = places.to(device, non_blocking=True) + shards.positions
         flat[places] = result
     if group.size() > 1:
         dist.all_reduce(flat, group=group)

@@ -36,13 +36,14 @@ def sequence_layout(config: TrainerConfig, *, transformer_engine: bool) -> Seque
 
     Microbatches of a number of samples are padded on the local layers. Context parallelism exists
     for packed rows only, and the interleaved schedule wants all microbatches of one shape, which
-    packed rows are filled up to.
+    packed rows are filled up to; so does --no-variable-seq-lengths.
     """
     packs = (
         transformer_engine
         or config.max_tokens_per_gpu is not None
         or config.context_parallel_size > 1
         or config.virtual_pipeline_model_parallel_size is not None
+        or not config.variable_seq_lengths
     )
     return "packed" if packs else "padded"
 

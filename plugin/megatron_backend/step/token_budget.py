@@ -81,15 +81,14 @@ def activation_bytes_per_token(hf_config: Any, config: TrainerConfig) -> int:
 
 def static_bytes(chunks: list[Any], config: TrainerConfig, groups: ParallelGroups) -> int:
     """Weights, float32 gradients and optimizer state of this rank after the first step."""
-    total = 0
+    total = 0.0
     for parameter in (p for chunk in chunks for p in chunk.parameters()):
-        size = parameter.element_size()
+        size: float = parameter.element_size()
         if parameter.requires_grad:
-            # two moments, and the main weights of half-precision ones
-            state = 8 if size == 4 else 12
-            size += 4 + state // (groups.dp_size if config.use_distributed_optimizer else 1)
+            cut = groups.dp_size if config.use_distributed_optimizer else 1
+            size += 4 + config.state_bytes(half=size < 4) / cut
         total += parameter.numel() * size
-    return total
+    return int(total)
 
 
 def _rank_memory(device: torch.device) -> int:

@@ -107,10 +107,21 @@ def resolved(config: JobConfig, gpu: Gpu | None) -> JobConfig:
     """The configuration with unset flags resolved for the planned device.
 
     Transformer Engine's layers cannot be built here. The local ones stand in, in bfloat16 where it
-    computes in float8, and with its kernels' memory.
+    computes in float8, and with its kernels' memory. Its Adam is planned as a plain one, DeepEP as
+    a plain all-to-all.
     """
     found = Capabilities(cuda=gpu is not None, transformer_engine=gpu is not None)
-    return on_device(config, found).unchecked_copy(transformer_impl="local", fp8=None)
+    decided = on_device(config, found)
+    flex = decided.moe_token_dispatcher_type == "flex"
+    recomputed = [name for name in decided.recomputed_modules or () if name != "moe_act"]
+    return decided.unchecked_copy(
+        transformer_impl="local",
+        fp8=None,
+        gradient_accumulation_fusion=False,
+        use_precision_aware_optimizer=False,
+        moe_token_dispatcher_type="alltoall" if flex else decided.moe_token_dispatcher_type,
+        recompute_modules=",".join(recomputed) or None,
+    )
 
 
 def build_error(error: Exception) -> str:

@@ -199,7 +199,7 @@ class MetaRank:
         """Stages announce the shape of each message; they all have the same microbatches."""
         trainer = self.trainer
         groups = trainer.groups
-        if groups.pp_size == 1 or groups.vpp_size:
+        if groups.pp_size == 1 or groups.vpp_size or not trainer.config.variable_seq_lengths:
             return
         split = groups.tp_size if trainer.config.sequence_parallel else 1
         shapes = [
@@ -248,8 +248,10 @@ def _optimizer_tensors(optimizer: Any | None) -> tuple[list[Tensor], list[Tensor
         inner = part.optimizer
         if inner is None:
             continue  # a rank whose shard of the buffers is padding alone
+        on_host = getattr(inner, "gpu_params_map_cpu_copy", {})
         main += [p for group in inner.param_groups for p in group["params"]]
-        state += [t for entry in inner.state.values() for t in entry.values()]
+        held = (entry for p, entry in inner.state.items() if p not in on_host)
+        state += [t for entry in held for t in entry.values()]
     # Adam's step counters have no dimension; they lie in host memory.
     return main, [t for t in state if isinstance(t, Tensor) and t.dim()]
 

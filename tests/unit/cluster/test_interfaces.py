@@ -28,10 +28,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     ("given", "stays", "gloo", "nccl"),
     [
         # Ranks on one node; engines may be elsewhere unless Ray is private.
-        ({}, True, "lo", "lo"),
-        ({"address": "auto"}, True, "lo", "own0"),
-        ({"address": "auto"}, False, "own0", "own0"),
-        ({"address": "auto", "network_interface": "ib0"}, False, "ib0", "ib0"),
+        ({}, True, "lo", "=lo"),
+        ({"address": "auto"}, True, "lo", "=own0"),
+        ({"address": "auto"}, False, "own0", "=own0"),
+        ({"address": "auto", "network_interface": "ib0"}, False, "ib0", "=ib0"),
     ],
 )
 def test_actors_talk_over_the_interface_of_rays_address_unless_told_otherwise(
@@ -43,8 +43,13 @@ def test_actors_talk_over_the_interface_of_rays_address_unless_told_otherwise(
     # What the user has set stays, unless a flag says otherwise.
     environment[GLOO] = environment[NCCL] = "mine"
     set_network(config, "10.0.0.7", gloo_stays_here=stays)
-    wanted = given.get("network_interface", "mine")
-    assert (environment[GLOO], environment[NCCL]) == (wanted, wanted)
+    wanted = (gloo, nccl) if "network_interface" in given else ("mine", "mine")
+    assert (environment[GLOO], environment[NCCL]) == wanted
+
+
+def test_nccl_does_not_take_a_name_for_the_beginning_of_others() -> None:
+    assert named_interfaces("eth1") == {GLOO: "eth1", NCCL: "=eth1"}
+    assert named_interfaces("eth0,eth1")[NCCL] == "=eth0,eth1"
 
 
 def test_an_address_without_an_interface_leaves_the_choice_to_gloo_and_nccl(
