@@ -40,7 +40,7 @@ def tables(data: dict[str, Any]) -> str:
     """Markdown: a row per pair, then what company changes."""
     lines = [
         f"{data['prompts']} responses of at most {data['length']} tokens per engine; d is the "
-        "difference of log-probs, mismatch KL is k3 ± its standard error over sequences.\n",
+        "difference of log-probs,\nmismatch KL is k3 ± its standard error over sequences.\n",
         f"| engine | trainer | tokens | mismatch KL | {' | '.join(_COLUMNS.values())} |",
         "|---" * (4 + len(_COLUMNS)) + "|",
     ]
@@ -52,8 +52,8 @@ def tables(data: dict[str, Any]) -> str:
         kl = f"{row['k3']:.1e} ± {row['k3_error']:.0e}"
         lines.append(f"| {row['engine']} | {trainer} | {row['tokens']} | {kl} | {cells} |")
     lines += [
-        "\nThe same prompts and seeds beside 47 others and one at a time, compared up to the first "
-        "token that differs:\n",
+        "\nThe same prompts and seeds beside the others and one at a time, compared up to the\n"
+        "first token that differs:\n",
         "| engine | responses with the same tokens | mean \\|difference\\| | largest | bitwise equal |",
         "|---|---|---|---|---|",
     ]

@@ -18,7 +18,12 @@ from plugin.config.loss.corrections import (
     is_built_in,
     weighs_current,
 )
-from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS, RATIO_LOSSES, PolicyLossFlags
+from plugin.config.loss.policy_loss import (
+    COVARIANCE_LOSSES,
+    POLICY_LOSS_TRAITS,
+    RATIO_LOSSES,
+    PolicyLossFlags,
+)
 from plugin.errors import ConfigError
 
 
@@ -228,6 +233,7 @@ class LossConfig(
         self._check_correction_fits_loss()
         self._check_engine_version()
         self._check_score_centering()
+        self._check_teacher()
         self._check_reduction()
         self._check_kept_denominator()
 
@@ -344,6 +350,14 @@ class LossConfig(
             not self.distill_topk or all(name in columns for name in names),
             f"--distill-topk is {self.distill_topk} but the batch lacks {' or '.join(names)}; give "
             "a teacher",
+        )
+
+    def _check_teacher(self) -> None:
+        expect(
+            not self.teacher_tau or self.policy_loss not in COVARIANCE_LOSSES,
+            f"--teacher-tau {self.teacher_tau} with --policy-loss {self.policy_loss}: tokens are "
+            "chosen by the advantages of the batch, before the teacher's part is added; use "
+            "--distill-topk, or a different loss",
         )
 
     def _check_correction_fits_loss(self) -> None:

@@ -30,6 +30,8 @@ class PolicyLossTraits:
 
 
 _OF_SEQUENCES = "weights a token by its whole sequence"
+#: Losses that choose tokens by covariances of log-probs and advantages over the batch.
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 _OF_BATCH = "selects tokens by their covariance over the batch"
 
 #: The built-in losses; their functions are in `plugin.loss.policy_losses`.
@@ -189,8 +191,8 @@ class PolicyLossFlags(FlagGroup):
     adv_tau: float = flag(1.0, "scale of the advantages; 0 = rewards have no effect", at_least=0)
     teacher_tau: float = flag(
         0.0,
-        "on-policy distillation, with any policy loss: add this times (teacher log-prob - policy "
-        "log-prob) to the advantage of every token",
+        "on-policy distillation, with any policy loss but clip_cov and kl_cov: add this times "
+        "(teacher log-prob - policy log-prob) to the advantage of every token",
         at_least=0,
     )
     sapo_tau_pos: float = _of_loss("sapo", 1.0, "sapo gate temperature where A > 0", above=0)

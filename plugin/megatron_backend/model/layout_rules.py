@@ -28,7 +28,8 @@ def check_model(hf_config: Any, config: TrainerConfig) -> None:
     arguments = family_of(hf_config).transformer_arguments(hf_config)
     check_rope(hf_config)
     layout = {name: getattr(config, name) for name in _SIZES} | split_arguments(config)
-    variable = config.virtual_pipeline_model_parallel_size is None and config.variable_seq_lengths
+    # --no-variable-seq-lengths makes the rows of a rank equal, not those of different ranks.
+    variable = config.virtual_pipeline_model_parallel_size is None
     layout |= {"variable_seq_lengths": variable, "recompute_modules": config.recomputed_modules}
     check_layout(hf_config.model_type, arguments | layout)
     fault = engine_fault(hf_config.model_type, arguments, config)
@@ -152,8 +153,7 @@ def check_layout(model_type: str, arguments: Mapping[str, Any]) -> None:
             f"--expert-model-parallel-size {ep_size} needs a MoE model, and {model_type} has no "
             "experts; drop it"
         )
-    interleaves = arguments["virtual_pipeline_model_parallel_size"] is not None
-    if arguments["moe_token_dispatcher_type"] == "allgather" and not interleaves:
+    if arguments["moe_token_dispatcher_type"] == "allgather" and arguments["variable_seq_lengths"]:
         raise ConfigError(
             "--moe-token-dispatcher-type allgather needs microbatches of one length, which only "
             "--virtual-pipeline-model-parallel-size makes; use alltoall"

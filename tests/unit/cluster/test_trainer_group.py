@@ -54,6 +54,7 @@ class Rank:
             compute_log_probs=lambda share, **_: self._pass("compute", share),
             train_step=self._train_step,
             set_learning_rate=lambda rate: None,
+            kept_weights=None,
         )
         actor._trainers = dict.fromkeys(("policy", "reference"), model)
         actor._reports, actor._rank, actor._memory = reports, 0, {}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
+from plugin.config.loss.policy_loss import COVARIANCE_LOSSES
 from plugin.errors import BatchError, ConfigError
 from plugin.logprobs.vocab_parallel import log_probs_of_ids
 from plugin.loss.distillation import topk_reverse_kl
@@ -43,7 +44,13 @@ def with_teacher(
     }
 
 
-@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("loss", COVARIANCE_LOSSES)
+def test_a_teacher_is_refused_where_advantages_choose_tokens(loss: str) -> None:
+    with pytest.raises(ConfigError, match=f"--teacher-tau 2.0 with --policy-loss {loss}"):
+        LossConfig(policy_loss=loss, teacher_tau=2.0)
+
+
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES.keys() - set(COVARIANCE_LOSSES)))
 def test_a_teacher_joins_the_advantage_of_every_policy_loss(loss: str) -> None:
     # The same step as with the joined advantages given: A := 0.5 A + 2 (teacher - cur)
     batch, logits = random_batch(MASKS, seed=5)
