@@ -163,6 +163,8 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     return inherited | {
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Else Ray takes the token that an earlier one may have left in the home directory.
+        "RAY_AUTH_MODE": "disabled",
         "RAY_worker_niceness": "0",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
