@@ -26,6 +26,7 @@ from plugin.environments.group_server import GroupServer
 from plugin.environments.multi_turn import choose_player
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import BatchError, ConfigError
+from plugin.tasks.protocol import FIRST_HELD_OUT
 from plugin.weights.checksums import Checksums
 from plugin.weights.group import WeightGroup
 
@@ -96,7 +97,8 @@ class EngineActor(ReportingActor):
         """
         done = self._server.collect(era)
         rollouts = Rollouts.of([t for _, t in done], [group for group, _ in done])
-        if self._replays and len(rollouts.batch):
+        # An evaluation asks for no routes.
+        if self._replays and any(group < FIRST_HELD_OUT for group, _ in done):
             try:
                 batch = with_checked_routes(rollouts.batch, self._route_shape)
             except BatchError as error:

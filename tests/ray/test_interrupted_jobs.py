@@ -149,7 +149,7 @@ def test_a_ray_that_dies_or_freezes_does_not_hold_the_job_or_keep_it_from_saying
 ) -> None:
     run_dir = tmp_path / "run"
     job = start(run_dir, temporary, "--save-interval", "1", "--ray-timeout", "10")
-    wait_for_steps(job, run_dir, 2)
+    wait_for_steps(job, run_dir, 4)  # saves are written in the background
     [target] = [p for p in psutil.Process(job.pid).children(recursive=True) if p.name() == process]
     target.send_signal(how)
     output = job.communicate(timeout=120)[0]
