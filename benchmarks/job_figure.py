@@ -13,13 +13,13 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from benchmarks.marked_pages import write_marked
 from benchmarks.peer_environment import ROOT
 from benchmarks.report import phase_shares
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "performance.md"
 IMAGE = "images/step_cost.svg"
-MARKERS = ("<!-- step cost: begin -->", "<!-- step cost: end -->")
 
 
 def draw(jobs: dict[str, Any], growth: dict[str, Any], file: Path) -> None:
@@ -139,10 +139,7 @@ def main() -> int:
         return 1
     jobs, growth = (part["data"] for part in parts.values())
     draw(jobs, growth, PAGE.parent / IMAGE)
-    text = PAGE.read_text()
-    start, end = (text.index(marker) for marker in MARKERS)
-    body = describe(jobs, growth, parts["jobs"]["made"])
-    PAGE.write_text(f"{text[: start + len(MARKERS[0])]}\n{body}\n{text[end:]}")
+    write_marked(PAGE, "step cost", describe(jobs, growth, parts["jobs"]["made"]))
     return 0
 
 

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 from benchmarks import peer_environment
 from benchmarks.job_bench import Job
 from benchmarks.job_worker import JobSpec
+from benchmarks.marked_pages import write_marked
 from benchmarks.peer_environment import ROOT
 
 MODEL = ROOT / "runs" / "real_model" / "model"
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 PAGE = ROOT / "docs" / "performance.md"
-MARKERS = ("<!-- real jobs: begin -->", "<!-- real jobs: end -->")
 DTYPES = ("float32", "bfloat16")
 #: Of ours: when rollouts are generated, and by which engine.
 KINDS = (
@@ -189,9 +189,7 @@ def main() -> int:
     text = table(data)
     print(text)
     if not options.quick:
-        page = PAGE.read_text()
-        start, end = (page.index(marker) for marker in MARKERS)
-        PAGE.write_text(f"{page[: start + len(MARKERS[0])]}\n{text}\n{page[end:]}")
+        write_marked(PAGE, "real jobs", text)
     return 0
 
 

@@ -30,8 +30,8 @@ from benchmarks.evidence.summary import (
     interval,
     setting_name,
     wrapped,
-    write_marked,
 )
+from benchmarks.marked_pages import write_marked
 from plugin.config import LossConfig
 from plugin.observe.log_prob_dump import LogProbDump
 from plugin.tools.compare.advice import advise_dump

@@ -8,7 +8,8 @@ from typing import Any
 
 from benchmarks.evidence.grid import Row, read_rows
 from benchmarks.evidence.math_jobs import ARMS, CHANGED, DATA, EVALUATED, SEEDS, STALENESS, arms_at
-from benchmarks.evidence.summary import APPENDIX, DOCS, interval, wrapped, write_marked
+from benchmarks.evidence.summary import APPENDIX, DOCS, interval, wrapped
+from benchmarks.marked_pages import write_marked
 
 FIGURE = DOCS / "images/evidence_math.svg"
 Found = dict[tuple[str, int, int], Row]

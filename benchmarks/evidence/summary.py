@@ -22,6 +22,7 @@ from benchmarks.evidence.grid import (
     setting_of,
     shown_settings,
 )
+from benchmarks.marked_pages import write_marked
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, APPENDIX = DOCS / "evidence.md", DOCS / "appendix/evidence_tables.md"
@@ -59,23 +60,6 @@ def wrapped(text: str) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def marked(page: Path, name: str) -> str:
-    """What `page` holds between the marks of `name`."""
-    return (
-        page.read_text()
-        .split(f"<!-- {name}: begin -->")[1]
-        .split(f"<!-- {name}: end -->")[0]
-        .strip()
-    )
-
-
-def write_marked(page: Path, name: str, text: str) -> None:
-    """Put `text` between the marks of `name`."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, rest = page.read_text().split(begin)
-    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

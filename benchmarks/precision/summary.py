@@ -7,12 +7,13 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from benchmarks.marked_pages import write_marked
 from benchmarks.precision.pairs import DTYPES
 
 DATA = Path(__file__).with_name("data.json")
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, FIGURE = DOCS / "precision.md", DOCS / "images/precision_pairs.svg"
-BEGIN, END = "<!-- precision pairs: begin -->", "<!-- precision pairs: end -->"
+MARK = "precision pairs"
 _COLUMNS = {
     "abs_log_ratio": "mean \\|log-ratio\\|",
     "ratio_max": "largest ratio",
@@ -68,9 +69,8 @@ def read() -> dict[str, Any]:
 
 def write_summary() -> None:
     """Write the table into the page, and the figure beside it."""
-    data, text = read(), PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(data)}\n{END}{rest.split(END)[1]}")
+    data = read()
+    write_marked(PAGE, MARK, table(data))
     draw(data["pairs"])
 
 

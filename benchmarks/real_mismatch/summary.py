@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marked_pages import write_marked
 from benchmarks.real_mismatch.measure import DATA
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, FIGURE = DOCS / "precision.md", DOCS / "images/real_mismatch.svg"
-BEGIN, END = "<!-- real mismatch: begin -->", "<!-- real mismatch: end -->"
+MARK = "real mismatch"
 _COLUMNS = {
     "abs_log_ratio": "mean \\|d\\|",
     "multiplicative_error": "multiplicative error",
@@ -72,11 +73,16 @@ def _cell(name: str, value: float) -> str:
     return f"{value:.4f}" if name.endswith("ess_share") else f"{value:.2g}" if value < 1 else f"{value:.3g}"  # fmt: skip
 
 
+def read() -> dict[str, Any]:
+    """What was measured last."""
+    found: dict[str, Any] = json.loads(DATA.read_text())
+    return found
+
+
 def write_summary() -> None:
     """Write the tables into the page, and the figure beside it."""
-    data, text = json.loads(DATA.read_text()), PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{tables(data)}\n{END}{rest.split(END)[1]}")
+    data = read()
+    write_marked(PAGE, MARK, tables(data))
     draw(data["rows"])
 
 

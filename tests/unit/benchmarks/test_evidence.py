@@ -14,6 +14,7 @@ from benchmarks.evidence.arms import CORE, EQUAL_TO_PPO, NEVER_PPO, Arm, arms, e
 from benchmarks.evidence.engine import SEEDS, Rollout, Setting, sample
 from benchmarks.evidence.policy import StackedAdder, engine_weights
 from benchmarks.evidence.simulation import run
+from benchmarks.marked_pages import marked
 
 
 @pytest.fixture
@@ -28,15 +29,15 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_the_tables_in_the_docs_are_those_of_the_data() -> None:
     rows, fix = grid.results(), "python -m benchmarks.evidence --summary"
-    assert summary.marked(summary.APPENDIX, "evidence") == summary.tables(rows), fix
-    assert summary.marked(summary.PAGE, "evidence") == summary.short_table(rows), fix
+    assert marked(summary.APPENDIX, "evidence") == summary.tables(rows), fix
+    assert marked(summary.PAGE, "evidence") == summary.short_table(rows), fix
     assert all(path.exists() for path in figures.FIGURES)
 
 
 def test_the_share_of_good_advice_in_the_docs_is_that_of_the_data() -> None:
     found = summary.by_cell(grid.results())
-    assert summary.marked(summary.PAGE, "adviser") == adviser_check.shares(found)
-    assert summary.marked(summary.APPENDIX, "adviser") == adviser_check.report(found)
+    assert marked(summary.PAGE, "adviser") == adviser_check.shares(found)
+    assert marked(summary.APPENDIX, "adviser") == adviser_check.report(found)
     good = adviser_check.checked(Setting(4), "topr", found)
     assert (good.rank, good.regret, good.good) == (1, 0, True)
     bad = adviser_check.checked(Setting(16), "ppo", found)

@@ -11,12 +11,13 @@ import pytest
 from benchmarks.evidence import math_jobs, math_summary, summary
 from benchmarks.evidence.grid import read_rows, record
 from benchmarks.evidence.math_jobs import ARMS, SEEDS, STALENESS, MathRun
+from benchmarks.marked_pages import marked
 from examples.math_words import make_data, warm_up
 
 
 def test_the_table_in_the_docs_is_that_of_the_data() -> None:
     rows = read_rows(math_jobs.DATA)
-    shown = summary.marked(summary.APPENDIX, "math")
+    shown = marked(summary.APPENDIX, "math")
     assert shown == math_summary.table(rows), "python -m benchmarks.evidence.math_jobs --summary"
     measured = "Not measured yet" not in shown
     assert math_summary.FIGURE.exists() == measured

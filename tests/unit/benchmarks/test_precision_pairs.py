@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
+from benchmarks.marked_pages import marked
 from benchmarks.precision import summary
 from benchmarks.precision.pairs import DTYPES, statistics
 from plugin.ragged import Ragged
 
 
 def test_the_table_in_the_docs_is_that_of_the_data() -> None:
-    page = summary.PAGE.read_text()
-    shown = page.split(summary.BEGIN)[1].split(summary.END)[0].strip()
+    shown = marked(summary.PAGE, summary.MARK)
     assert shown == summary.table(summary.read()), "python -m benchmarks.precision --summary"
     assert summary.FIGURE.exists()
 
